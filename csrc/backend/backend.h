@@ -1,0 +1,269 @@
+/* The only door to compute: a versioned table of functions, one table per backend.
+ *
+ * Contract
+ * - Buffers, weights, ropes and KV pools are opaque: nothing above this line touches their memory.
+ *   Host data goes in by arguments and upload(), comes out by download() and the sampling results.
+ * - Calls on a device come from one thread at a time. Work is enqueued on the device's one stream
+ *   in call order; host arrays in arguments are read before the call returns, host outputs are valid
+ *   after sync(). (The CPU backend does everything before it returns.)
+ * - Activations between operations are fp32, row-major. `linear` rounds its input to bf16 once
+ *   (compute bf16) or not at all (compute float32).
+ * - The result of a row depends on that row and its sequence alone: never on the other rows, on how
+ *   many there are, on the number of threads, or on how a sequence was cut into calls. This is
+ *   promise 1 of the design, and every implementation is tested for it.
+ * - Every function returns a status and has filled `err` on failure; destroy functions take NULL. */
+#ifndef QKV_BACKEND_BACKEND_H
+#define QKV_BACKEND_BACKEND_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/log.h"
+#include "base/status.h"
+#include "kv/kv_formats.h"
+#include "quant/formats.h"
+
+enum { QKV_BACKEND_ABI = 1 };
+
+struct qkv_device; /* one opened backend: threads, scratch memory, stream */
+struct qkv_buffer; /* zeroed bytes of device memory */
+struct qkv_weight; /* a matrix [n_out, k_in] in the backend's packing */
+struct qkv_rope;   /* frequencies of one rotary embedding */
+struct qkv_kv;     /* a pool of KV pages over all layers */
+
+enum qkv_compute { QKV_COMPUTE_BF16, QKV_COMPUTE_F32 };
+
+/* Where a backend in host memory takes all device memory from (buffers, weights, ropes, KV pools). */
+struct qkv_allocator {
+    enum qkv_status (*alloc)(struct qkv_error *err, void *ctx, size_t n_bytes, void **out);
+    void (*free)(void *ctx, void *block, size_t n_bytes);
+    void *ctx;
+};
+
+struct qkv_device_options {
+    int32_t n_threads;        /* 0: as many as the process may use */
+    enum qkv_compute compute; /* F32: the reference arithmetic */
+    const char *isa;          /* NULL: QKV_ISA from the environment, else the best there is */
+    const struct qkv_log *log;
+    const struct qkv_allocator *allocator; /* NULL: qkv_block_alloc. Ignored by GPU backends */
+};
+
+struct qkv_device_info {
+    char name[64]; /* "cpu" */
+    char isa[32];  /* "avx512bf16" */
+    int32_t n_threads;
+    uint64_t scratch_bytes; /* held for temporaries now */
+};
+
+/* A weight as the file has it. Rows may be reordered: row i of the weight is file row row_index[i]
+ * (llama's q/k permutation in GGUF). */
+struct qkv_weight_desc {
+    const char *name; /* for messages */
+    enum qkv_format format;
+    int64_t n_out;
+    int64_t k_in;             /* a multiple of the format's block */
+    const uint8_t *data;      /* [n_out, k_in] in file blocks, row-major; read during the call only */
+    const int32_t *row_index; /* [n_out] or NULL */
+};
+
+enum qkv_rope_style { QKV_ROPE_HALVES, QKV_ROPE_INTERLEAVED };
+
+struct qkv_rope_desc {
+    int32_t n_pairs;       /* rotated channels / 2; channels from 2 * n_pairs on are left alone */
+    const float *inv_freq; /* [n_pairs]; the angle of a pair is (float)position * inv_freq in fp32 */
+    float mscale;          /* cos and sin are multiplied by it (yarn), 1 otherwise */
+    enum qkv_rope_style style;
+};
+
+struct qkv_kv_desc {
+    const struct qkv_kv_layer *layers; /* [n_layers] */
+    int32_t n_layers;
+    int32_t n_pages;
+};
+
+/* One sequence's part of a step: n_rows consecutive tokens at consecutive positions. */
+struct qkv_batch_seq {
+    int32_t lane;         /* index into qkv_batch.lanes */
+    int32_t first_row;    /* rows first_row .. first_row + n_rows - 1 of the batch are its tokens */
+    int32_t n_rows;       /* >= 1 */
+    int32_t first_pos;    /* position of the first of them; positions 0 .. first_pos - 1 are cached */
+    const int32_t *pages; /* [n_pages] page ids in order of position, covering all positions */
+    int32_t n_pages;
+};
+
+struct qkv_batch {
+    int32_t n_rows;
+    const int32_t *tokens;    /* [n_rows] */
+    const int32_t *positions; /* [n_rows] */
+    int32_t n_seqs;
+    const struct qkv_batch_seq *seqs; /* [n_seqs], rows in order, together all rows */
+    struct qkv_kv *const *lanes;      /* [n_lanes] */
+    int32_t n_lanes;
+};
+
+enum qkv_prologue {
+    QKV_PROLOGUE_NONE,
+    QKV_PROLOGUE_RMSNORM, /* x * rsqrt(mean(x^2) + eps) * norm */
+    QKV_PROLOGUE_GATED    /* x is [n_rows, 2 * k]: act(x[:, :k]) * x[:, k:] */
+};
+
+enum qkv_act { QKV_ACT_SILU, QKV_ACT_GELU_TANH };
+
+enum qkv_epilogue { QKV_EPILOGUE_STORE, QKV_EPILOGUE_ADD /* y += */ };
+
+/* y = epilogue(concat_i(weight[i] * prologue(x) + bias[i])), one matrix after the other in a row. */
+struct qkv_linear {
+    const struct qkv_buffer *x; /* f32 [*, k] ([*, 2k] for GATED) */
+    const int32_t *row_index;   /* host [n_rows]: rows of x to take, or NULL for 0 .. n_rows - 1 */
+    int32_t n_rows;
+    enum qkv_prologue prologue;
+    const struct qkv_buffer *norm; /* f32 [k], for RMSNORM */
+    float norm_eps;
+    enum qkv_act act; /* for GATED */
+    int32_t n_weights;                /* 1 .. 3, all with the same k_in */
+    const struct qkv_weight *weight[3];
+    const struct qkv_buffer *bias[3]; /* f32 [n_out] or NULL */
+    enum qkv_epilogue epilogue;
+    float softcap;        /* y = softcap * tanh(y / softcap) if not 0 */
+    struct qkv_buffer *y; /* f32 [n_rows, sum of n_out] */
+};
+
+/* Norms and rotates q and k, writes k and v of the batch's rows into the cache, then attends to the
+ * cached (stored, hence possibly quantized) keys and values, the row's own included. */
+struct qkv_attention {
+    int32_t layer;                 /* of the KV pool */
+    const struct qkv_buffer *qkv;  /* f32 [n_rows, n_heads * k_dim + n_kv_heads * (k_dim + v_dim)] */
+    struct qkv_buffer *out;        /* f32 [n_rows, n_heads * v_dim] */
+    int32_t n_heads;               /* a multiple of the layer's n_kv_heads */
+    const struct qkv_buffer *q_norm; /* f32 [k_dim] or NULL */
+    const struct qkv_buffer *k_norm;
+    float norm_eps;
+    const struct qkv_rope *rope; /* or NULL */
+    float scale;                 /* of the logits */
+    float softcap;               /* of the logits, 0: none */
+    int32_t window;              /* position p sees p - window + 1 .. p; 0: everything up to p */
+};
+
+/* One row of logits turned into a token. */
+struct qkv_sample_row {
+    int32_t row;    /* of the logits */
+    int32_t target; /* >= 0: no sampling, report this token (teacher forcing) */
+    int32_t n_top;  /* most likely tokens to report, 0 .. QKV_TOP_MAX */
+    float temperature; /* 0: greedy, ties to the lowest id */
+    int32_t top_k;     /* 0: all */
+    float top_p;       /* 1: all */
+    float min_p;       /* 0: all */
+    uint64_t seed;     /* generator: Philox4x32-10 keyed by (seed), counter (sample, position) */
+    uint32_t sample;
+    uint32_t position;
+    float repetition_penalty; /* 1: none. Over prompt and output tokens */
+    float presence_penalty;   /* 0: none. Over output tokens */
+    float frequency_penalty;
+    const int32_t *seen_ids; /* host [n_seen]: distinct tokens of prompt and output so far */
+    const int32_t *seen_output_counts; /* host [n_seen]: times in the output, 0 for prompt only */
+    int32_t n_seen;
+    const int32_t *bias_ids; /* host [n_bias]: added to the logits; -INFINITY forbids a token */
+    const float *bias;
+    int32_t n_bias;
+};
+
+enum { QKV_TOP_MAX = 256 };
+
+/* Host arrays. Log-probabilities are the model's own (log-softmax of the raw logits), before
+ * penalties, bias and temperature. */
+struct qkv_sample_out {
+    int32_t *token;      /* [n] */
+    float *logprob;      /* [n] */
+    int32_t *rank;       /* [n]: 0 for the most likely; tokens with a larger logit */
+    int32_t top_stride;  /* entries per row in the two below; unused ones are left alone */
+    int32_t *top_id;     /* [n, top_stride] by falling logit, ties by id; NULL if no row wants any */
+    float *top_logprob;  /* [n, top_stride] */
+};
+
+/* What a device may be asked before a plan is made, so that no step falls back silently. */
+struct qkv_support_query {
+    enum qkv_format weight_format; /* QKV_FORMAT_COUNT: not asked */
+    enum qkv_kv_format k_format;   /* QKV_KV_FORMAT_COUNT: not asked */
+    enum qkv_kv_format v_format;
+    int32_t k_dim; /* of a head, with the KV formats */
+    int32_t v_dim;
+};
+
+struct qkv_backend {
+    uint32_t abi;  /* QKV_BACKEND_ABI */
+    uint32_t size; /* sizeof(struct qkv_backend) */
+    const char *name;
+
+    enum qkv_status (*open)(struct qkv_error *err, const struct qkv_device_options *options,
+                            struct qkv_device **out);
+    void (*close)(struct qkv_device *dev); /* after everything made from it was destroyed */
+    void (*info)(const struct qkv_device *dev, struct qkv_device_info *out);
+    /* QKV_OK, or QKV_ERR_UNSUPPORTED with what is missing. */
+    enum qkv_status (*supports)(struct qkv_error *err, const struct qkv_device *dev,
+                                const struct qkv_support_query *query);
+
+    enum qkv_status (*buffer_create)(struct qkv_error *err, struct qkv_device *dev, size_t n_bytes,
+                                     struct qkv_buffer **out);
+    void (*buffer_destroy)(struct qkv_device *dev, struct qkv_buffer *buffer);
+    enum qkv_status (*upload)(struct qkv_error *err, struct qkv_device *dev,
+                              struct qkv_buffer *buffer, size_t offset, const void *host,
+                              size_t n_bytes);
+    enum qkv_status (*download)(struct qkv_error *err, struct qkv_device *dev,
+                                const struct qkv_buffer *buffer, size_t offset, void *host,
+                                size_t n_bytes);
+
+    enum qkv_status (*weight_create)(struct qkv_error *err, struct qkv_device *dev,
+                                     const struct qkv_weight_desc *desc, struct qkv_weight **out);
+    void (*weight_destroy)(struct qkv_device *dev, struct qkv_weight *weight);
+    size_t (*weight_bytes)(const struct qkv_weight *weight);
+
+    enum qkv_status (*rope_create)(struct qkv_error *err, struct qkv_device *dev,
+                                   const struct qkv_rope_desc *desc, struct qkv_rope **out);
+    void (*rope_destroy)(struct qkv_device *dev, struct qkv_rope *rope);
+
+    enum qkv_status (*kv_create)(struct qkv_error *err, struct qkv_device *dev,
+                                 const struct qkv_kv_desc *desc, struct qkv_kv **out);
+    void (*kv_destroy)(struct qkv_device *dev, struct qkv_kv *kv);
+    size_t (*kv_bytes)(const struct qkv_kv *kv);
+    /* k_scale, v_scale: host [n_kv_heads] of that layer; 1 until set. Not for bf16 and f32. */
+    enum qkv_status (*kv_set_scales)(struct qkv_error *err, struct qkv_device *dev,
+                                     struct qkv_kv *kv, int32_t layer, const float *k_scale,
+                                     const float *v_scale);
+    /* Zeroes pages in every layer: a page that is handed to a sequence holds no stale slots. */
+    enum qkv_status (*kv_zero)(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
+                               const int32_t *pages, int32_t n_pages);
+
+    /* Makes `batch` the current one: the operations below refer to it until the next begin().
+     * The batch and its arrays must stay valid and unchanged until then. Positions < 2^24. */
+    enum qkv_status (*begin)(struct qkv_error *err, struct qkv_device *dev,
+                             const struct qkv_batch *batch);
+    /* x[r, :] = scale * table[tokens[r], :], f32 [n_rows, k_in of table]. */
+    enum qkv_status (*embed)(struct qkv_error *err, struct qkv_device *dev,
+                             const struct qkv_weight *table, float scale, struct qkv_buffer *x);
+    enum qkv_status (*linear)(struct qkv_error *err, struct qkv_device *dev,
+                              const struct qkv_linear *args);
+    enum qkv_status (*attention)(struct qkv_error *err, struct qkv_device *dev,
+                                 const struct qkv_attention *args);
+    /* x += rmsnorm(y) * norm over n_rows rows of `dim` (post-norms of Gemma). */
+    enum qkv_status (*norm_add)(struct qkv_error *err, struct qkv_device *dev, struct qkv_buffer *x,
+                                const struct qkv_buffer *y, const struct qkv_buffer *norm,
+                                float eps, int32_t n_rows, int32_t dim);
+    /* logits: f32 [*, n_vocab]; rows: host [n]. A row without a finite logit gives token 0,
+     * log-probability NaN and never a crash. */
+    enum qkv_status (*sample)(struct qkv_error *err, struct qkv_device *dev,
+                              const struct qkv_buffer *logits, int32_t n_vocab,
+                              const struct qkv_sample_row *rows, int32_t n,
+                              const struct qkv_sample_out *out);
+    /* Waits for the stream and returns what went wrong on it since the last call. */
+    enum qkv_status (*sync)(struct qkv_error *err, struct qkv_device *dev);
+};
+
+/* The CPU backend (kernels/cpu/cpu_backend.c). */
+const struct qkv_backend *qkv_cpu_backend(void);
+
+/* A backend that keeps every buffer of `inner` unreadable outside its own calls, so that a test sees
+ * any touch from above as a fault (backend/guard.c). */
+const struct qkv_backend *qkv_guard_backend(void);
+
+#endif

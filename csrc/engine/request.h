@@ -1,0 +1,49 @@
+/* A sequence: one sample of one request in one lane, over its whole life. */
+#ifndef QKV_ENGINE_REQUEST_H
+#define QKV_ENGINE_REQUEST_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+
+enum qkv_seq_state {
+    QKV_SEQ_WAITING, /* in the queue, holds no pages (new, or retracted) */
+    QKV_SEQ_RUNNING, /* holds pages */
+    QKV_SEQ_FINISHED
+};
+
+/* Fields up to the line are the engine's to read; the scheduler alone writes them. */
+struct qkv_seq {
+    int64_t id;
+    int32_t lane;
+    enum qkv_seq_state state;
+    int32_t *tokens;   /* [n_tokens]: prompt, then output */
+    int32_t n_tokens;
+    int32_t n_prompt;
+    int32_t max_tokens;     /* n_tokens never exceeds n_prompt + max_tokens */
+    int32_t n_cached;       /* positions whose keys and values are in the pages */
+    int32_t n_first_cached; /* of these, found in the prefix tree at the first admission */
+    int32_t n_reuse_limit;  /* at most this many positions may come from the prefix tree: positions
+                               from here on must be computed because their logits are wanted */
+    int32_t n_retractions;
+    int32_t *pages; /* [n_pages] ids in the lane's pool */
+    int32_t n_pages;
+    void *user; /* the engine's */
+    /* ---- */
+    int32_t tokens_capacity;
+    int32_t pages_capacity;
+    int64_t order; /* of submission */
+    struct qkv_radix_node *node; /* end of the locked path in the prefix tree */
+    int32_t n_shared_pages;      /* first pages that belong to the tree, not to this sequence */
+    struct qkv_seq *prev, *next; /* of the list it is in */
+};
+
+/* Copies the prompt. 1 <= n_prompt, max_tokens >= 0. */
+enum qkv_status qkv_seq_create(struct qkv_error *err, const int32_t *prompt, int32_t n_prompt,
+                               int32_t max_tokens, struct qkv_seq **out);
+/* Only for a sequence that holds no pages. NULL is fine. */
+void qkv_seq_destroy(struct qkv_seq *seq);
+
+#endif

@@ -1,0 +1,61 @@
+/* A checkpoint as one directory of named tensors over mapped files, of either kind.
+ *
+ * Files stay mapped until close; views point into the maps. Every offset, shape and byte count has
+ * been checked against the file before a view exists. Not thread-safe while opening; read-only and
+ * shareable afterwards. */
+#ifndef QKV_IO_WEIGHTS_H
+#define QKV_IO_WEIGHTS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "quant/formats.h"
+
+enum { QKV_DIMS_MAX = 4 };
+
+enum qkv_container { QKV_CONTAINER_SAFETENSORS, QKV_CONTAINER_GGUF };
+
+struct qkv_tensor {
+    const char *name; /* owned by the directory */
+    enum qkv_format format;
+    int32_t n_dims;
+    int64_t shape[QKV_DIMS_MAX]; /* outermost first, for GGUF too: a matrix is [out, in] */
+    const uint8_t *data;         /* row-major, the last axis contiguous */
+    uint64_t n_bytes;
+};
+
+struct qkv_weights;
+struct qkv_gguf; /* metadata of a GGUF file: io/gguf.h */
+
+/* `path`: a folder (model.safetensors, or model.safetensors.index.json with its shards, or exactly
+ * one GGUF model), a .safetensors file, or a .gguf file (of a split model: any part; all parts must
+ * be there). Errors name the file and the tensor. */
+enum qkv_status qkv_weights_open(struct qkv_error *err, const char *path, struct qkv_weights **out);
+void qkv_weights_close(struct qkv_weights *weights); /* NULL is fine */
+
+enum qkv_container qkv_weights_container(const struct qkv_weights *weights);
+size_t qkv_weights_count(const struct qkv_weights *weights);
+const struct qkv_tensor *qkv_weights_at(const struct qkv_weights *weights, size_t index);
+/* NULL if there is none. */
+const struct qkv_tensor *qkv_weights_find(const struct qkv_weights *weights, const char *name);
+
+/* The metadata of a GGUF model (of a split one: the first part's); NULL for safetensors. */
+const struct qkv_gguf *qkv_weights_gguf(const struct qkv_weights *weights);
+
+/* Paths of the files that are mapped, in order. */
+size_t qkv_weights_file_count(const struct qkv_weights *weights);
+const char *qkv_weights_file(const struct qkv_weights *weights, size_t index);
+
+/* The folder that holds the files, without a trailing slash: where config.json is looked for. */
+const char *qkv_weights_folder(const struct qkv_weights *weights);
+
+/* The mapped pages of a tensor are not needed any more (they are read again if touched). */
+void qkv_weights_release(const struct qkv_weights *weights, const struct qkv_tensor *tensor);
+
+/* Reads a small text file of the folder whole (config.json, generation_config.json), at most
+ * 16 MiB. *out is NULL with QKV_OK if the file is not there. Free with free(). */
+enum qkv_status qkv_weights_read_text(struct qkv_error *err, const struct qkv_weights *weights,
+                                      const char *file_name, char **out, size_t *out_len);
+
+#endif

@@ -1,0 +1,68 @@
+/* What a model is, in numbers: read from config.json (both the 4.x and the 5.x form of
+ * transformers) or from GGUF metadata, validated, and the same afterwards whatever it came from. */
+#ifndef QKV_MODEL_CONFIG_H
+#define QKV_MODEL_CONFIG_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "backend/backend.h"
+#include "base/status.h"
+#include "io/weights.h"
+
+enum { QKV_LAYERS_MAX = 512, QKV_EOS_MAX = 16, QKV_ROPES_MAX = 2 };
+
+enum qkv_rope_scaling { QKV_SCALING_NONE, QKV_SCALING_LINEAR, QKV_SCALING_LLAMA3, QKV_SCALING_YARN };
+
+struct qkv_rope_config {
+    double theta;
+    enum qkv_rope_scaling scaling;
+    double factor;
+    double low_freq_factor, high_freq_factor; /* llama3 */
+    double beta_fast, beta_slow;              /* yarn */
+    double attention_factor;                  /* yarn: 0 = derive from factor (and mscale) */
+    double mscale, mscale_all_dim;            /* yarn, 0 = not given */
+    bool truncate;                            /* yarn: round the correction dimensions */
+    int32_t original_positions;
+};
+
+struct qkv_layer_config {
+    int32_t window; /* 0: full attention */
+    int32_t rope;   /* index into ropes, -1: none */
+};
+
+struct qkv_model_config {
+    char arch[64]; /* the HF class name: "LlamaForCausalLM" */
+    int32_t n_layers, hidden, n_heads, n_kv_heads, head_dim, ffn, vocab;
+    int32_t max_positions;
+    double norm_eps;
+    bool norm_plus_one; /* stored norm weights are w - 1 (Gemma in safetensors) */
+    bool tied;          /* lm_head is the embedding */
+    bool qkv_bias, out_bias, mlp_bias;
+    bool qk_norm;    /* per-head norms of q and k */
+    bool post_norms; /* norms after attention and MLP, before the residual (Gemma) */
+    enum qkv_act act;
+    double embed_scale;
+    double attn_scale;   /* of the attention logits */
+    double attn_softcap; /* 0: none */
+    double logit_softcap;
+    struct qkv_rope_config ropes[QKV_ROPES_MAX];
+    int32_t n_ropes;
+    struct qkv_layer_config layers[QKV_LAYERS_MAX];
+    bool gguf_qk_permuted; /* q and k rows are in llama's GGUF order */
+    int32_t eos_ids[QKV_EOS_MAX];
+    int32_t n_eos;
+    int32_t bos_id; /* -1: none */
+    char dtype[16]; /* what the config says the weights are: "bfloat16"; "" if it does not say */
+    char kv_declared[16]; /* KV format that the checkpoint declares ("fp8_e4m3"), "" if none */
+};
+
+/* Reads and validates. Unknown architecture: QKV_ERR_UNSUPPORTED, named, with the known ones. */
+enum qkv_status qkv_model_config_read(struct qkv_error *err, const struct qkv_weights *weights,
+                                      struct qkv_model_config *out);
+
+/* From the text of a config.json alone (no tensors): for planning, and for fuzzing. */
+enum qkv_status qkv_model_config_parse(struct qkv_error *err, const char *json, size_t json_len,
+                                       struct qkv_model_config *out);
+
+#endif

@@ -1,0 +1,50 @@
+/* A loaded model: weights in the backend's packing, a plan of layers, and the one forward pass. */
+#ifndef QKV_MODEL_MODEL_H
+#define QKV_MODEL_MODEL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "backend/backend.h"
+#include "base/status.h"
+#include "io/weights.h"
+#include "model/config.h"
+
+struct qkv_model;
+
+struct qkv_model_options {
+    const struct qkv_backend *backend;
+    struct qkv_device *device; /* outlives the model */
+    int32_t max_rows;          /* rows of a batch, at most */
+    int32_t max_logit_rows;    /* rows per qkv_model_logits, at most */
+    const struct qkv_log *log;
+    /* Called after each tensor; returns false to stop loading (QKV_ERR_STATE "interrupted"). */
+    bool (*progress)(void *ctx, uint64_t done_bytes, uint64_t total_bytes);
+    void *progress_ctx;
+};
+
+struct qkv_model_memory {
+    uint64_t weight_bytes;     /* in the backend's packing */
+    uint64_t activation_bytes; /* buffers of a step, logits included */
+};
+
+/* Binds every tensor of the checkpoint: a missing, misshapen or left-over one is an error that
+ * names it. Pages of the mapped files are released as tensors are packed. */
+enum qkv_status qkv_model_load(struct qkv_error *err, const struct qkv_weights *weights,
+                               const struct qkv_model_options *options, struct qkv_model **out);
+void qkv_model_destroy(struct qkv_model *model); /* NULL is fine */
+
+const struct qkv_model_config *qkv_model_get_config(const struct qkv_model *model);
+void qkv_model_memory(const struct qkv_model *model, struct qkv_model_memory *out);
+
+/* Runs all layers for the batch; the hidden states of its rows stay in the model until the next
+ * forward. 1 <= n_rows <= max_rows. */
+enum qkv_status qkv_model_forward(struct qkv_error *err, struct qkv_model *model,
+                                  const struct qkv_batch *batch);
+
+/* Logits of some rows of the last forward: *logits is f32 [n, vocab], owned by the model, valid
+ * until the next call. 1 <= n <= max_logit_rows. */
+enum qkv_status qkv_model_logits(struct qkv_error *err, struct qkv_model *model,
+                                 const int32_t *rows, int32_t n, const struct qkv_buffer **logits);
+
+#endif

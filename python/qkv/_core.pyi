@@ -1,0 +1,149 @@
+"""The C module: checkpoints, the engine, and what the tests need of the kernels.
+
+Shapes and units stand in the docstrings of the C functions (`help(qkv._core.Engine)`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+class Error(Exception): ...
+class CheckpointError(Error): ...
+class UnsupportedError(Error): ...
+class OutOfPages(Error): ...
+
+@final
+class Checkpoint:
+    """Mapped files of a model, checked, without loading a weight."""
+
+    def __init__(self, path: str) -> None: ...
+    @property
+    def container(self) -> Literal["safetensors", "gguf"]: ...
+    @property
+    def folder(self) -> str: ...
+    @property
+    def files(self) -> list[str]: ...
+    def tensors(self) -> list[tuple[str, str, tuple[int, ...], int]]:
+        """(name, format, shape outermost first, bytes) in the order of the files."""
+    def metadata(self) -> dict[str, Any]:
+        """GGUF key-values (arrays as lists); empty for safetensors."""
+    def model_config(self) -> dict[str, Any]:
+        """The validated numbers of csrc/model/config.h; raises as loading would."""
+    def dequantize(self, name: str) -> NDArray[np.float32]:
+        """A tensor as float32 by the scalar codec, in its shape."""
+    def close(self) -> None: ...
+
+class Step(NamedTuple):
+    n_rows: int  # rows computed
+    n_prefill: int  # of these, prompt tokens (recomputation included)
+    n_running: int  # sequences after the step
+    n_waiting: int
+    tokens: list[tuple[int, int]]  # (id, new token) of sequences added with watch=True
+    finished: list[int]  # ids, to be taken
+
+class Result(NamedTuple):
+    token_ids: NDArray[np.int32]  # [n]
+    logprobs: NDArray[np.float32]  # [n]
+    top_ids: NDArray[np.int32]  # [n, n_top]
+    top_logprobs: NDArray[np.float32]  # [n, n_top]
+    # Of prompt tokens logprob_start .. n_prompt - 1, [m]; m = 0 if not asked for.
+    prompt_logprobs: NDArray[np.float32]
+    prompt_ranks: NDArray[np.int32]
+    prompt_top_ids: NDArray[np.int32]  # [m, prompt_n_top]
+    prompt_top_logprobs: NDArray[np.float32]
+    finish_reason: Literal["stop", "length", "abort"]
+    stop_token: int  # the EOS or stop id that ended it (the last of token_ids), else -1
+    queue_time: float  # seconds
+    time_to_first_token: float
+    total_time: float
+    cached_tokens: int
+    retractions: int
+
+@final
+class Engine:
+    """A model on a device with its KV pools. Sequences in, tokens out; one sample each."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        kv_formats: Sequence[Sequence[tuple[str, str]]],  # [n_lanes][n_layers] (k, v)
+        kv_tokens: int,  # per lane
+        threads: int = 0,  # 0: all that the process may use
+        compute_dtype: Literal["bf16", "float32"] = "bf16",
+        device: str = "auto",  # "auto", "cpu", "guard" (for tests)
+        isa: str | None = None,
+        max_running: int = 64,
+        chunk_tokens: int = 512,
+        max_model_len: int = 0,  # 0: the model's
+        prefix_cache: bool = True,
+        offline: bool = True,
+        progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
+        log: Callable[[int, str], None] | None = None,  # level 0..2, line
+    ) -> None: ...
+    @property
+    def info(self) -> dict[str, Any]:
+        """device, isa, threads, compute_dtype, config (as Checkpoint.model_config), kv_tokens,
+        max_model_len, max_running, chunk_tokens, n_lanes."""
+    def memory(self) -> dict[str, int]:
+        """Bytes: weights, activations, kv (all lanes), scratch."""
+    def counts(self) -> dict[str, int]:
+        """The scheduler's counters (csrc/engine/scheduler.h)."""
+    def add(
+        self,
+        tokens: NDArray[np.int32],
+        *,
+        lane: int = 0,
+        max_tokens: int = 128,  # 0: only the prompt's log-probabilities
+        min_tokens: int = 0,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int = 0,  # 64 bits
+        sample: int = 0,
+        stop_token_ids: NDArray[np.int32] | None = None,
+        ignore_eos: bool = False,
+        n_top: int = 0,  # alternatives per output token
+        logprob_start: int = -1,  # first prompt position (>= 1) to report, -1: none
+        prompt_n_top: int = 0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        bias_ids: NDArray[np.int32] | None = None,
+        bias: NDArray[np.float32] | None = None,
+        bad_words: Sequence[NDArray[np.int32]] = (),
+        watch: bool = False,
+    ) -> int:
+        """Queues a sequence and returns its id. ValueError for a bad argument, OutOfPages if it can
+        never fit; the engine is as before then. max_tokens is cut so that the sequence stays within
+        max_model_len; a prompt that leaves no room for one token is a ValueError."""
+    def step(self) -> Step:
+        """One step without the GIL. Nothing to do: n_rows is 0."""
+    def take(self, id: int) -> Result:
+        """The result of a finished sequence, which is forgotten."""
+    def finish(self, id: int, n_keep: int) -> None:
+        """Ends a sequence as "stop" with the first n_keep output tokens; take() it then."""
+    def abort(self, id: int) -> None:
+        """Drops a sequence in any state; there is nothing to take."""
+    def flush(self) -> None:
+        """Empties the prefix trees."""
+    def close(self) -> None: ...
+
+def isas() -> list[tuple[str, bool]]:
+    """(name, usable on this machine), best first."""
+
+def formats() -> list[tuple[str, bool]]:
+    """(weight format, has a codec)."""
+
+def kv_formats() -> list[tuple[str, float]]:
+    """(KV format, bits per element for a head of 128)."""
+
+def threads_available() -> int: ...
+def dequantize(format: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Blocks of a weight format as float32, by the scalar codec."""
+
+def quantize(format: str, values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Round to nearest, for tests and tiny models."""
