@@ -51,7 +51,8 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-TEXT = """The quick brown fox jumps over the lazy dog while the other animals are watching from the hill.
+TEXT = """\
+The quick brown fox jumps over the lazy dog while the other animals are watching from the hill.
 Natalia sold some clips to her friends in April and then she sold half as many in May. How many
 clips did she sell altogether? There are fifteen trees in the grove, and the workers will plant
 more trees there today. What is the answer to this question, and which of these numbers is the
@@ -401,7 +402,7 @@ def llama3_factors(config: Config) -> F32:
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     ratio = scaling["original_max_position_embeddings"] / wavelength
     smooth = np.clip((ratio - low) / (high - low), 0.0, 1.0)
-    return (1.0 / ((1 - smooth) / scaling["factor"] + smooth)).astype(np.float32)
+    return np.asarray(1.0 / ((1 - smooth) / scaling["factor"] + smooth), dtype=np.float32)
 
 
 def gguf_metadata(arch: str, config: Config, with_tokenizer: bool) -> dict[str, Any]:
@@ -505,7 +506,8 @@ def write_gguf(
             data, back = blocks.tobytes(), codec.dequantize(kind, blocks).reshape(values.shape)
         entries.append((target, values.shape, kind, data))
         if heads:
-            back = back.reshape(heads, -1, 2, *back.shape[1:]).swapaxes(1, 2).reshape(back.shape)
+            pairs = back.reshape(heads, -1, 2, *back.shape[1:])
+            back = np.ascontiguousarray(pairs.swapaxes(1, 2), dtype=np.float32).reshape(back.shape)
         stored[name] = back - 1 if gemma and back.ndim == 1 else back
     scaling = config.get("rope_scaling")
     if scaling and scaling["rope_type"] == "llama3":

@@ -1,0 +1,194 @@
+"""The forward pass in NumPy, for the tests: what the engine's log-probabilities are compared with.
+
+Written to be read, not to be fast: one sequence, all positions at once, no cache. Takes config.json
+in the form that transformers 4.x writes, and tensors under the hub's names (make_tiny.Tiny).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Config = Mapping[str, Any]
+
+
+def is_gemma(config: Config) -> bool:
+    return str(config["architectures"][0]) == "Gemma3ForCausalLM"
+
+
+def rms_norm(x: Array, weight: Array, eps: float, plus_one: bool) -> Array:
+    scale = 1.0 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps))
+    return np.asarray(x * scale * (1 + weight if plus_one else weight))
+
+
+def activation(name: str, x: Array) -> Array:
+    if name == "silu":
+        return np.asarray(x / (1 + np.exp(-x)))
+    assert name == "gelu_pytorch_tanh", name
+    return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
+
+
+def inverse_frequencies(
+    theta: float, scaling: Mapping[str, Any] | None, dim: int, max_positions: int
+) -> tuple[NDArray[np.float64], float]:
+    """Angle per position of each pair of channels, and the factor of cos and sin.
+
+    Sources: transformers 5.24 modeling_rope_utils; YaRN, arXiv 2309.00071; Llama 3.1's scaling."""
+    inv_freq = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    kind = (scaling or {}).get("rope_type", "default")
+    if scaling is None or kind == "default":
+        return inv_freq, 1.0
+    factor = float(scaling["factor"])
+    if kind == "linear":
+        return inv_freq / factor, 1.0
+    original = scaling.get("original_max_position_embeddings", max_positions)
+    if kind == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        rotations = original * inv_freq / (2 * np.pi)
+        smooth = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+        return (1 - smooth) * inv_freq / factor + smooth * inv_freq, 1.0
+    assert kind == "yarn", kind
+
+    def correction(n_rotations: float) -> float:
+        return dim * math.log(original / (n_rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = correction(scaling.get("beta_fast", 32))
+    high = correction(scaling.get("beta_slow", 1))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+
+    def mscale(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        both = scaling.get("mscale") and scaling.get("mscale_all_dim")
+        attention = (
+            mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"]) if both else mscale(1.0)
+        )
+    return inv_freq / factor * ramp + inv_freq * (1 - ramp), float(attention)
+
+
+def windows_and_ropes(config: Config) -> list[tuple[int, float, Mapping[str, Any] | None]]:
+    """(window, theta, scaling) of each layer; window 0 is full attention."""
+    n_layers = config["num_hidden_layers"]
+    window = config.get("sliding_window") or 0
+    full = (0, config["rope_theta"], config.get("rope_scaling"))
+    name = config["architectures"][0]
+    if is_gemma(config):
+        pattern = config.get("sliding_window_pattern", 6)
+        types = config.get("layer_types") or [
+            "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n_layers)
+        ]
+        local = (window, config["rope_local_base_freq"], None)
+        return [local if kind == "sliding_attention" else full for kind in types]
+    if name == "MistralForCausalLM":
+        return [(window, full[1], full[2])] * n_layers
+    if name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") and config.get("use_sliding_window"):
+        first = config.get("max_window_layers", 28)
+        return [(window if i >= first else 0, full[1], full[2]) for i in range(n_layers)]
+    return [full] * n_layers
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """x [n, heads, dim]; cos, sin [n, 1, dim / 2]. The halves of a head are the pairs."""
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def attend(q: Array, k: Array, v: Array, scale: float, window: int) -> Array:
+    """q [n, heads, dim], k and v [n, kv_heads, dim] -> [n, heads, dim]."""
+    n, n_heads, _ = q.shape
+    group = n_heads // k.shape[1]
+    back = np.arange(n)[:, None] - np.arange(n)[None, :]
+    hidden = (back < 0) | ((back >= window) if window else False)
+    out = np.empty((n, n_heads, v.shape[2]), q.dtype)
+    for head in range(n_heads):
+        logits = q[:, head] @ k[:, head // group].T * q.dtype.type(scale)
+        logits = np.where(hidden, -np.inf, logits)
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        out[:, head] = weights / weights.sum(axis=-1, keepdims=True) @ v[:, head // group]
+    return out
+
+
+def logits(
+    config: Config,
+    tensors: Mapping[str, NDArray[np.float32]],
+    ids: Sequence[int] | NDArray[np.int32],
+    dtype: type[np.floating[Any]] = np.float64,
+) -> Array:
+    """Logits of every position, [len(ids), vocab]."""
+    w = {name: np.asarray(values, dtype=dtype) for name, values in tensors.items()}
+    gemma, eps = is_gemma(config), config["rms_norm_eps"]
+    n, hidden = len(ids), config["hidden_size"]
+    n_heads, n_kv = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim") or hidden // n_heads
+    scale = (config["query_pre_attn_scalar"] if gemma else dim) ** -0.5
+    act = str(config.get("hidden_activation") or config["hidden_act"])
+
+    def project(name: str, x: Array) -> Array:
+        y = x @ w[name + ".weight"].T
+        return np.asarray(y + w[name + ".bias"] if name + ".bias" in w else y)
+
+    def norm(name: str, x: Array) -> Array:
+        return rms_norm(x, w[name + ".weight"], eps, gemma)
+
+    x = w["model.embed_tokens.weight"][np.asarray(ids)]
+    if gemma:
+        x = x * dtype(math.sqrt(hidden))
+    for i, (window, theta, scaling) in enumerate(windows_and_ropes(config)):
+        p = f"model.layers.{i}."
+        inv_freq, mscale = inverse_frequencies(
+            theta, scaling, dim, config["max_position_embeddings"]
+        )
+        angles = np.arange(n)[:, None, None] * inv_freq
+        cos, sin = (np.cos(angles) * mscale).astype(dtype), (np.sin(angles) * mscale).astype(dtype)
+        h = norm(p + "input_layernorm", x)
+        q = project(p + "self_attn.q_proj", h).reshape(n, n_heads, dim)
+        k = project(p + "self_attn.k_proj", h).reshape(n, n_kv, dim)
+        v = project(p + "self_attn.v_proj", h).reshape(n, n_kv, dim)
+        if p + "self_attn.q_norm.weight" in w:
+            q, k = norm(p + "self_attn.q_norm", q), norm(p + "self_attn.k_norm", k)
+        out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, scale, window)
+        h = project(p + "self_attn.o_proj", out.reshape(n, -1))
+        x = x + (norm(p + "post_attention_layernorm", h) if gemma else h)
+        before_mlp = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+        h = norm(p + before_mlp, x)
+        h = activation(act, project(p + "mlp.gate_proj", h)) * project(p + "mlp.up_proj", h)
+        h = project(p + "mlp.down_proj", h)
+        x = x + (norm(p + "post_feedforward_layernorm", h) if gemma else h)
+    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
+    return np.asarray(norm("model.norm", x) @ head.T)
+
+
+def log_softmax(x: Array) -> Array:
+    shifted = x - x.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+
+
+def log_probs(
+    config: Config,
+    tensors: Mapping[str, NDArray[np.float32]],
+    ids: Sequence[int] | NDArray[np.int32],
+    dtype: type[np.floating[Any]] = np.float64,
+) -> Array:
+    """Log-probabilities of every position, [len(ids), vocab]."""
+    return log_softmax(logits(config, tensors, ids, dtype))
+
+
+def prompt_logprobs(
+    config: Config,
+    tensors: Mapping[str, NDArray[np.float32]],
+    ids: Sequence[int] | NDArray[np.int32],
+    dtype: type[np.floating[Any]] = np.float64,
+) -> Array:
+    """Entry t is log p(ids[t + 1] | ids[: t + 1]), [len(ids) - 1]."""
+    table = log_probs(config, tensors, ids, dtype)
+    return np.asarray(table[np.arange(len(ids) - 1), np.asarray(ids)[1:]])
