@@ -1,0 +1,147 @@
+# Everything happens in one virtual environment, .venv. On a fresh Debian this needs python3 (with
+# venv and headers), gcc and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+JOBS ?= $(shell nproc)
+CTESTS := $(BIN)/python tests/tools/ctests.py -j $(JOBS)
+C_FILES := $(shell find csrc kernels tests/c tests/fuzz -name '*.[ch]')
+BUILD_FILES := $(shell find csrc kernels -name '*.c' -o -name '*.h' -o -name '*.inc' -o -name '*.def')
+PY_FILES := setup.py python tests
+ISAS := scalar avx2 avx512 avx512bf16
+T ?= gguf
+SECONDS_PER_TARGET ?= 60
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test dev check format format-check lint layers stubs ctests asan ubsan tsan \
+	pytest-fast pytest-asan fuzz fuzz-replay isa bench soak dist clean
+
+help:
+	@echo "make demo          a real model answers a batch of GSM8K questions on this machine's CPU"
+	@echo "make test          all tests"
+	@echo "make dev           editable install with asserts on (-O1 -g)"
+	@echo "make check         what to run before a commit (< 90 s)"
+	@echo "make format        clang-format and ruff, in place"
+	@echo "make asan tsan     C tests, fuzz replay and pytest under ASan+UBSan; C tests under TSan"
+	@echo "make fuzz T=gguf   fuzz one target for SECONDS_PER_TARGET=60 s; make fuzz-replay: the corpus"
+	@echo "make isa           parity of every instruction set that this machine has"
+	@echo "make bench         micro-benchmarks as CSV"
+	@echo "make soak          what takes too long for CI"
+	@echo "make dist          sdist and wheel, installed into a clean environment and tried"
+	@echo "make clean         remove build/, dist/ and .venv"
+
+# ---- environment ----------------------------------------------------------------------------
+
+$(VENV)/tools.stamp:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q "setuptools>=77" "numpy>=2.0"
+	@touch $@
+
+# Objects are kept under build/, so that only what changed is compiled.
+$(VENV)/core.stamp: $(VENV)/tools.stamp setup.py pyproject.toml $(BUILD_FILES)
+	$(BIN)/pip install -q --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/core.stamp
+	$(BIN)/pip install -q --no-build-isolation -e ".[test]"
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/tools.stamp pyproject.toml | $(VENV)/core.stamp
+	$(BIN)/pip install -q --no-build-isolation -e ".[dev]"
+	@touch $@
+
+dev: $(VENV)/tools.stamp
+	QKV_DEBUG=1 QKV_WERROR=1 $(BIN)/pip install --no-build-isolation -e ".[dev]"
+
+# ---- the two commands -----------------------------------------------------------------------
+
+demo: $(VENV)/core.stamp
+	@$(BIN)/qkv demo-model
+	@echo
+	@echo "SmolLM2-135M is a very small model: most of its answers to these questions are wrong."
+	@$(BIN)/qkv generate --model demo --dataset gsm8k --limit 8 --max-tokens 160 --temperature 0
+
+test: $(VENV)/test.stamp
+	$(CTESTS)
+	$(BIN)/python -m pytest -q tests
+
+# ---- before a commit ------------------------------------------------------------------------
+
+check: format-check lint layers stubs ctests fuzz-replay pytest-fast
+
+format: $(VENV)/dev.stamp
+	$(BIN)/clang-format -i $(C_FILES) $(shell find kernels -name '*.inc')
+	$(BIN)/ruff format $(PY_FILES)
+	$(BIN)/ruff check --fix $(PY_FILES)
+
+format-check: $(VENV)/dev.stamp
+	$(BIN)/clang-format --dry-run -Werror $(C_FILES) $(shell find kernels -name '*.inc')
+	$(BIN)/ruff format --check $(PY_FILES)
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check $(PY_FILES)
+	$(BIN)/mypy
+
+layers:
+	$(PYTHON) tests/tools/check_layers.py
+	$(PYTHON) tests/tools/check_defs.py
+
+stubs: $(VENV)/dev.stamp $(VENV)/core.stamp
+	$(BIN)/python -m mypy.stubtest qkv._core
+
+ctests: $(VENV)/tools.stamp
+	QKV_WERROR=1 $(CTESTS)
+
+fuzz-replay: $(VENV)/tools.stamp
+	$(CTESTS) --fuzz-replay
+
+pytest-fast: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -q tests -m "not slow"
+
+# ---- deeper ---------------------------------------------------------------------------------
+
+asan ubsan: $(VENV)/tools.stamp pytest-asan
+	$(CTESTS) --variant asan
+	$(CTESTS) --fuzz-replay
+
+tsan: $(VENV)/tools.stamp
+	$(CTESTS) --variant tsan threads scheduler engine
+
+# The extension is built into build/asan and found there before the installed one.
+pytest-asan: $(VENV)/test.stamp
+	CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer" \
+	LDFLAGS="-fsanitize=address,undefined" QKV_DEBUG=1 QKV_BUILD_BASE=build/asan \
+	$(BIN)/python setup.py -q build_py build_clib build_ext
+	PYTHON=$(BIN)/python bash tests/tools/asan_pytest.sh build/asan $(ASAN_TESTS)
+
+fuzz: $(VENV)/tools.stamp
+	$(CTESTS) --fuzz $(T) --seconds $(SECONDS_PER_TARGET)
+
+# What the machine lacks is skipped with its name; the avx512bf16 tier then runs emulated.
+isa: $(VENV)/test.stamp
+	for isa in $(ISAS); do \
+		$(BIN)/python tests/tools/isa_usable.py $$isa || continue; \
+		QKV_ISA=$$isa $(CTESTS) || exit 1; \
+		QKV_ISA=$$isa $(BIN)/python -m pytest -q tests/test_kernels.py tests/test_values.py || exit 1; \
+	done
+	QKV_EMULATE_DPBF16=1 QKV_ISA=avx512bf16 $(CTESTS)
+
+bench: $(VENV)/core.stamp
+	for file in tests/bench/bench_*.py; do $(BIN)/python $$file || exit 1; done
+
+soak: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -q tests --soak
+	for target in $(patsubst tests/fuzz/fuzz_%.c,%,$(wildcard tests/fuzz/fuzz_*.c)); do \
+		$(CTESTS) --fuzz $$target --seconds 300 || exit 1; \
+	done
+	$(MAKE) isa asan tsan
+
+dist: $(VENV)/dev.stamp
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m pytest -q tests/test_sdist_wheel.py
+
+clean:
+	rm -rf build dist $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	find python tests -name '*.so' -o -name __pycache__ | xargs rm -rf

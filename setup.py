@@ -1,0 +1,144 @@
+"""Builds qkv._core: host C from csrc/, kernels from kernels/cpu/, one static archive per
+instruction set so that only that archive is compiled with its flags.
+
+Environment: QKV_DEBUG=1 (asserts, -O1 -g), QKV_WERROR=1, QKV_EMULATE_DPBF16=1 (the avx512bf16 tier
+with its one missing instruction emulated: tests on machines that lack it), QKV_BUILD_BASE, CFLAGS.
+`python setup.py build_ext --inplace` alone does not link: use `build_clib build_ext --inplace`.
+tests/tools/ctests.py imports this file for the flags.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import platform
+import sys
+from typing import Any
+
+WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wvla", "-Wstrict-prototypes", "-Wmissing-prototypes"]
+COMMON = ["-std=c11", "-D_GNU_SOURCE", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
+HOST_FLAGS = [*COMMON, "-O2", *WARNINGS, "-Wconversion"]
+# No errno from sqrtf and friends, so that they are one instruction; nothing of -ffast-math else.
+KERNEL_FLAGS = [*COMMON, "-O3", "-fno-math-errno", *WARNINGS]
+
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
+ISA_FLAGS = {
+    "scalar": [],
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512bf16": [*AVX512, "-mavx512bf16"],
+}
+INCLUDE_DIRS = ["csrc", "kernels/cpu"]
+
+
+def flag_set(name: str) -> bool:
+    """Whether an environment variable is 1; anything but 0 and 1 is an error."""
+    value = os.environ.get(name, "0")
+    if value not in ("", "0", "1"):
+        raise SystemExit(f"{name}={value}: must be 0 or 1")
+    return value == "1"
+
+
+def mode_flags() -> list[str]:
+    """What the environment adds to every file's flags."""
+    flags = []
+    if flag_set("QKV_DEBUG"):
+        flags += ["-O1", "-g", "-UNDEBUG", "-DQKV_DEBUG=1"]
+    if flag_set("QKV_WERROR"):
+        flags += ["-Werror"]
+    if flag_set("QKV_EMULATE_DPBF16"):
+        flags += ["-DQKV_EMULATE_DPBF16=1"]
+    return flags
+
+
+def is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def isa_of(source: str) -> str:
+    """The instruction set of kernels/cpu/isa_<name>.c."""
+    name = os.path.basename(source)[len("isa_") : -len(".c")]
+    if name not in ISA_FLAGS:
+        raise SystemExit(f"{source}: no compiler flags known for the instruction set {name}")
+    return name
+
+
+def isa_flags(name: str) -> list[str]:
+    if name == "avx512bf16" and flag_set("QKV_EMULATE_DPBF16"):
+        return AVX512
+    return ISA_FLAGS[name]
+
+
+def host_sources(*, binding: bool) -> list[str]:
+    """C files of csrc/; csrc/py only with `binding`."""
+    found = sorted(glob.glob("csrc/**/*.c", recursive=True))
+    return [path for path in found if binding or not path.startswith(os.path.join("csrc", "py"))]
+
+
+def kernel_sources() -> tuple[list[str], list[str]]:
+    """(files for any processor, isa_*.c that this machine's compiler takes)."""
+    found = sorted(glob.glob("kernels/cpu/*.c"))
+    isas = [path for path in found if os.path.basename(path).startswith("isa_")]
+    plain = [path for path in found if path not in isas]
+    return plain, [path for path in isas if is_x86() or isa_of(path) == "scalar"]
+
+
+def headers() -> list[str]:
+    patterns = ["csrc/**/*.h", "csrc/**/*.def", "kernels/cpu/*.h", "kernels/cpu/*.inc"]
+    return sorted(path for p in patterns for path in glob.glob(p, recursive=True))
+
+
+def c_library(name: str, sources: list[str], flags: list[str]) -> tuple[str, dict[str, Any]]:
+    info = {
+        "sources": sources,
+        "include_dirs": INCLUDE_DIRS,
+        "cflags": [*flags, *mode_flags()],
+        "obj_deps": {"": headers()},
+    }
+    return name, info
+
+
+def build_folders() -> dict[str, dict[str, str]]:
+    """One place for objects, by kind of build, for every command: setuptools would put those of an
+    editable install into a temporary folder and compile all of them each time."""
+    kind = "debug" if flag_set("QKV_DEBUG") else "release"
+    if flag_set("QKV_EMULATE_DPBF16"):
+        kind += "-emulated"
+    base = os.environ.get("QKV_BUILD_BASE", os.path.join("build", kind))
+    temp = os.path.join(base, f"temp-{sys.implementation.cache_tag}")
+    return {
+        "build": {"build_base": base, "build_temp": temp},
+        "build_clib": {"build_clib": os.path.join(base, "clib"), "build_temp": temp},
+        "build_ext": {"build_temp": temp},
+    }
+
+
+def main() -> None:
+    import numpy
+    from setuptools import Extension, setup
+
+    plain, isas = kernel_sources()
+    # The order matters to the linker: the dispatcher first, then the tables that it refers to.
+    libraries = [c_library("qkvcpu", plain, KERNEL_FLAGS)] if plain else []
+    for source in isas:
+        name = isa_of(source)
+        libraries.append(c_library(f"qkvcpu_{name}", [source], [*KERNEL_FLAGS, *isa_flags(name)]))
+    # As system headers: our warnings are not for other people's inline functions.
+    from sysconfig import get_path
+
+    system = [f"-isystem{get_path('include')}", f"-isystem{numpy.get_include()}"]
+    core = Extension(
+        "qkv._core",
+        sources=host_sources(binding=True),
+        include_dirs=INCLUDE_DIRS,
+        depends=[*headers(), *plain, *isas],
+        extra_compile_args=[*system, *HOST_FLAGS, *mode_flags()],
+        libraries=["m"],
+        extra_link_args=["-pthread"],
+    )
+    setup(ext_modules=[core], libraries=libraries, options=build_folders())
+
+
+if __name__ == "__main__":
+    main()
