@@ -82,12 +82,88 @@ static inline vf vf_load_bf16_odd(const uint16_t *p)
     memcpy(&x, &bits, sizeof x);
     return x;
 }
+/* VW consecutive bf16 values. */
+static inline vf vf_load_bf16(const uint16_t *p)
+{
+    return vf_load_bf16_even(p);
+}
 /* VW f16 values. */
-static inline vf vf_load_f16(const uint16_t *p);
+static inline vf vf_load_f16(const uint16_t *p)
+{
+    uint32_t sign = (uint32_t)(p[0] & 0x8000u) << 16;
+    uint32_t exponent = (p[0] >> 10) & 31u;
+    uint32_t fraction = p[0] & 1023u;
+    float magnitude;
+    uint32_t bits;
+    if (exponent == 0) {
+        magnitude = (float)fraction * 0x1p-24f;
+        memcpy(&bits, &magnitude, sizeof bits);
+    } else if (exponent == 31) {
+        bits = 0x7f800000u | fraction << 13;
+    } else {
+        bits = (exponent + 112u) << 23 | fraction << 13;
+    }
+    bits |= sign;
+    memcpy(&magnitude, &bits, sizeof bits);
+    return magnitude;
+}
 /* VW signed bytes. */
 static inline vf vf_load_i8(const int8_t *p)
 {
     return (float)p[0];
+}
+/* Rounded to the nearest bf16, ties to even; a NaN stays one. */
+static inline vf vf_round_bf16(vf a)
+{
+    uint32_t bits;
+    memcpy(&bits, &a, sizeof bits);
+    if (a != a) {
+        bits |= 0x400000u;
+    } else {
+        bits += 0x7fffu + ((bits >> 16) & 1u);
+    }
+    bits &= 0xffff0000u;
+    memcpy(&a, &bits, sizeof a);
+    return a;
+}
+/* Stores VW consecutive values rounded to bf16. */
+static inline void vf_store_bf16(uint16_t *p, vf a)
+{
+    uint32_t bits;
+    vf rounded = vf_round_bf16(a);
+    memcpy(&bits, &rounded, sizeof bits);
+    p[0] = (uint16_t)(bits >> 16);
+}
+static inline vf vf_abs(vf a)
+{
+    return fabsf(a);
+}
+/* a < b ? x : y in each lane; y where a comparison is with NaN. */
+static inline vf vf_select_lt(vf a, vf b, vf x, vf y)
+{
+    return a < b ? x : y;
+}
+/* e^a to about 1 ulp: 0 for -inf and where the result would be subnormal, inf above, NaN for NaN. */
+static inline vf vf_exp(vf a)
+{
+    return a < -87.33654f ? 0.0f : expf(a);
+}
+
+/* VW 32-bit words of packed 4-bit codes; the codes at bit `shift` as floats, taken as 0 .. 15 or
+ * as -8 .. 7. */
+typedef uint32_t vi;
+
+static inline vi vi_load(const uint32_t *p)
+{
+    return *p;
+}
+static inline vf vi_u4(vi a, int shift)
+{
+    return (float)((a >> shift) & 15u);
+}
+static inline vf vi_i4(vi a, int shift)
+{
+    return (float)((int32_t)(((a >> shift) & 15u) ^ 8u) - 8);
 }
 
 #endif

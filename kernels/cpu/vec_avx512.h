@@ -1,0 +1,158 @@
+/* Vectors of 16 floats: AVX-512 F, BW, DQ, VL. The names of vec_scalar.h. */
+#ifndef QKV_CPU_VEC_AVX512_H
+#define QKV_CPU_VEC_AVX512_H
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { VW = 16 };
+
+typedef __m512 vf;
+typedef __m512i vi;
+
+static inline vf vf_zero(void)
+{
+    return _mm512_setzero_ps();
+}
+static inline vf vf_set1(float x)
+{
+    return _mm512_set1_ps(x);
+}
+static inline vf vf_load(const float *p)
+{
+    return _mm512_loadu_ps(p);
+}
+static inline void vf_store(float *p, vf a)
+{
+    _mm512_storeu_ps(p, a);
+}
+static inline vf vf_add(vf a, vf b)
+{
+    return _mm512_add_ps(a, b);
+}
+static inline vf vf_sub(vf a, vf b)
+{
+    return _mm512_sub_ps(a, b);
+}
+static inline vf vf_mul(vf a, vf b)
+{
+    return _mm512_mul_ps(a, b);
+}
+static inline vf vf_div(vf a, vf b)
+{
+    return _mm512_div_ps(a, b);
+}
+static inline vf vf_fma(vf a, vf b, vf c)
+{
+    return _mm512_fmadd_ps(a, b, c);
+}
+static inline vf vf_max(vf a, vf b)
+{
+    return _mm512_max_ps(a, b);
+}
+static inline vf vf_min(vf a, vf b)
+{
+    return _mm512_min_ps(a, b);
+}
+/* Lanes i and i + 8, then i + 4, i + 2, i + 1. */
+static inline float vf_hsum(vf a)
+{
+    __m256 b = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    c = _mm_add_ps(c, _mm_movehl_ps(c, c));
+    c = _mm_add_ss(c, _mm_movehdup_ps(c));
+    return _mm_cvtss_f32(c);
+}
+static inline float vf_hmax(vf a)
+{
+    __m256 b = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 c = _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    c = _mm_max_ps(c, _mm_movehl_ps(c, c));
+    c = _mm_max_ss(c, _mm_movehdup_ps(c));
+    return _mm_cvtss_f32(c);
+}
+static inline vf vf_load_bf16_even(const uint16_t *p)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
+}
+static inline vf vf_load_bf16_odd(const uint16_t *p)
+{
+    __m512i high = _mm512_set1_epi32((int)0xffff0000u);
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), high));
+}
+static inline vf vf_load_bf16(const uint16_t *p)
+{
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+static inline vf vf_load_f16(const uint16_t *p)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+static inline vf vf_load_i8(const int8_t *p)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+static inline vf vf_round_bf16(vf a)
+{
+    __m512i bits = _mm512_castps_si512(a);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    up = _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), quiet);
+    return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32((int)0xffff0000u)));
+}
+static inline void vf_store_bf16(uint16_t *p, vf a)
+{
+    __m512i bits = _mm512_srli_epi32(_mm512_castps_si512(vf_round_bf16(a)), 16);
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(bits));
+}
+static inline vf vf_abs(vf a)
+{
+    return _mm512_abs_ps(a);
+}
+static inline vf vf_select_lt(vf a, vf b, vf x, vf y)
+{
+    return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
+}
+/* e^a: a = n ln 2 + r with |r| <= ln 2 / 2, Taylor's series to degree 7 (its tail is below 2^-27),
+ * 2^n put into the exponent in two steps, because n may be 128. Same edges as vec_scalar.h. */
+static inline vf vf_exp(vf a)
+{
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(a, _mm512_set1_ps(0x1.715476p+0f)),
+                                    _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0x1.62e4p-1f), a);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0x1.7f7d1cp-20f), r);
+    __m512 p = _mm512_set1_ps(0x1.a01a02p-13f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.6c16c2p-10f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.111112p-7f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.555556p-5f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.555556p-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    p = _mm512_scalef_ps(p, n);
+    __mmask16 low = _mm512_cmp_ps_mask(a, _mm512_set1_ps(-87.33654f), _CMP_LT_OQ);
+    __mmask16 high = _mm512_cmp_ps_mask(a, _mm512_set1_ps(88.72284f), _CMP_GT_OQ);
+    p = _mm512_mask_mov_ps(p, low, _mm512_setzero_ps());
+    return _mm512_mask_mov_ps(p, high, _mm512_set1_ps(INFINITY));
+}
+static inline vi vi_load(const uint32_t *p)
+{
+    return _mm512_loadu_si512(p);
+}
+/* A permutation of 16 floats looks at the low 4 bits of an index only: no mask is needed. */
+static inline vf vi_u4(vi a, int shift)
+{
+    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(a, (unsigned)shift), table);
+}
+static inline vf vi_i4(vi a, int shift)
+{
+    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(a, (unsigned)shift), table);
+}
+
+#endif
