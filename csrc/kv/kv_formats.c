@@ -1,0 +1,58 @@
+#include "kv/kv_formats.h"
+
+#include <string.h>
+
+static const struct qkv_kv_format_traits traits[QKV_KV_FORMAT_COUNT] = {
+#define QKV_KV_FORMAT(id, name_, code_bits_, block_, scale_bits_)                                  \
+    [QKV_KV_##id] = {.name = name_,                                                                \
+                     .code_bits = code_bits_,                                                      \
+                     .block = block_,                                                              \
+                     .scale_bits = scale_bits_},
+#include "kv/kv_formats.def"
+};
+
+const struct qkv_kv_format_traits *qkv_kv_format_traits(enum qkv_kv_format format)
+{
+    return &traits[format];
+}
+
+enum qkv_kv_format qkv_kv_format_from_name(const char *name)
+{
+    if (strcmp(name, "bfloat16") == 0) {
+        return QKV_KV_BF16;
+    }
+    for (int i = 0; i < QKV_KV_FORMAT_COUNT; i++) {
+        if (strcmp(traits[i].name, name) == 0) {
+            return (enum qkv_kv_format)i;
+        }
+    }
+    return QKV_KV_FORMAT_COUNT;
+}
+
+static size_t bits_to_bytes(size_t n_bits)
+{
+    return (n_bits + 7) / 8;
+}
+
+size_t qkv_kv_row_bytes(enum qkv_kv_format format, int32_t head_dim)
+{
+    const struct qkv_kv_format_traits *t = &traits[format];
+    size_t n_elems = (size_t)head_dim;
+    size_t n_bytes = bits_to_bytes(n_elems * (size_t)t->code_bits);
+    if (t->block != 0) {
+        size_t n_blocks = (n_elems + (size_t)t->block - 1) / (size_t)t->block;
+        n_bytes += bits_to_bytes(n_blocks * (size_t)t->scale_bits);
+    }
+    return n_bytes;
+}
+
+size_t qkv_kv_token_bytes(const struct qkv_kv_layer *layers, int32_t n_layers)
+{
+    size_t n_bytes = 0;
+    for (int32_t i = 0; i < n_layers; i++) {
+        const struct qkv_kv_layer *layer = &layers[i];
+        n_bytes += (size_t)layer->n_kv_heads * (qkv_kv_row_bytes(layer->k_format, layer->k_dim) +
+                                                qkv_kv_row_bytes(layer->v_format, layer->v_dim));
+    }
+    return n_bytes;
+}
