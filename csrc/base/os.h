@@ -41,6 +41,7 @@ enum qkv_status qkv_folder_list(struct qkv_error *err, const char *path, char **
 void qkv_folder_list_free(char **names, size_t n);
 
 uint64_t qkv_clock_ns(void); /* monotonic */
+int64_t qkv_process_id(void); /* changes in a fork */
 size_t qkv_page_bytes(void);
 
 #endif

@@ -255,3 +255,8 @@ size_t qkv_page_bytes(void)
     long n = sysconf(_SC_PAGESIZE);
     return n > 0 ? (size_t)n : 4096;
 }
+
+int64_t qkv_process_id(void)
+{
+    return (int64_t)getpid();
+}

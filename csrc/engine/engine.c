@@ -1,0 +1,201 @@
+#include "engine/engine.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/mem.h"
+#include "base/os.h"
+#include "engine/engine_impl.h"
+
+enum qkv_status qkv_engine_check_usable(struct qkv_error *err, const struct qkv_engine *engine)
+{
+    if (engine->owner != qkv_process_id()) {
+        return qkv_fail(err, QKV_ERR_STATE,
+                        "the engine was opened in process %lld and its threads do not exist in the "
+                        "fork %lld: open an engine here, or start processes with \"spawn\"",
+                        (long long)engine->owner, (long long)qkv_process_id());
+    }
+    if (engine->failed) {
+        return qkv_fail(err, QKV_ERR_STATE,
+                        "the device failed in an earlier step, its cache is in doubt: close the "
+                        "engine and open it again");
+    }
+    return QKV_OK;
+}
+
+void qkv_engine_info(const struct qkv_engine *engine, struct qkv_engine_info *out)
+{
+    memset(out, 0, sizeof *out);
+    engine->backend->info(engine->device, &out->device);
+    out->compute = engine->compute;
+    out->config = qkv_model_get_config(engine->model);
+    out->kv_tokens = engine->kv_tokens;
+    out->n_lanes = engine->n_lanes;
+    out->max_model_len = engine->max_model_len;
+    out->max_running = engine->max_running;
+    out->chunk_tokens = engine->chunk_tokens;
+    out->max_logit_rows = engine->max_logit_rows;
+}
+
+void qkv_engine_memory(const struct qkv_engine *engine, struct qkv_engine_memory *out)
+{
+    memset(out, 0, sizeof *out);
+    struct qkv_model_memory model;
+    struct qkv_device_info device;
+    qkv_model_memory(engine->model, &model);
+    engine->backend->info(engine->device, &device);
+    out->weight_bytes = model.weight_bytes;
+    out->activation_bytes = model.activation_bytes;
+    out->scratch_bytes = device.scratch_bytes;
+    for (int32_t i = 0; i < engine->n_lanes; i++) {
+        out->kv_bytes += engine->backend->kv_bytes(engine->lanes[i]);
+    }
+}
+
+void qkv_engine_counts(const struct qkv_engine *engine, struct qkv_scheduler_counts *out)
+{
+    qkv_scheduler_counts(engine->scheduler, out);
+}
+
+static size_t bucket_of(const struct qkv_engine *engine, int64_t id)
+{
+    return (size_t)id & (engine->n_buckets - 1);
+}
+
+/* Ids are given in sequence, so their low bits spread evenly over the buckets. */
+static enum qkv_status reserve_buckets(struct qkv_error *err, struct qkv_engine *engine)
+{
+    if (engine->n_live < engine->n_buckets) {
+        return QKV_OK;
+    }
+    size_t n_old = engine->n_buckets;
+    struct qkv_generation **old = engine->buckets;
+    void *block = NULL;
+    size_t n_new = n_old == 0 ? 64 : 2 * n_old;
+    QKV_TRY(qkv_calloc(err, n_new, sizeof(struct qkv_generation *), &block));
+    engine->buckets = block;
+    engine->n_buckets = n_new;
+    for (size_t i = 0; i < n_old; i++) {
+        for (struct qkv_generation *gen = old[i]; gen != NULL;) {
+            struct qkv_generation *next = gen->next_in_bucket;
+            size_t bucket = bucket_of(engine, gen->id);
+            gen->next_in_bucket = engine->buckets[bucket];
+            engine->buckets[bucket] = gen;
+            gen = next;
+        }
+    }
+    free(old);
+    return QKV_OK;
+}
+
+static struct qkv_generation *find(const struct qkv_engine *engine, int64_t id)
+{
+    struct qkv_generation *gen =
+        engine->n_buckets == 0 ? NULL : engine->buckets[bucket_of(engine, id)];
+    while (gen != NULL && gen->id != id) {
+        gen = gen->next_in_bucket;
+    }
+    return gen;
+}
+
+static enum qkv_status find_or_fail(struct qkv_error *err, const struct qkv_engine *engine,
+                                    int64_t id, struct qkv_generation **out)
+{
+    struct qkv_generation *gen = find(engine, id);
+    if (gen == NULL) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "id %lld: there is no such sequence (any more)",
+                        (long long)id);
+    }
+    *out = gen;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_engine_add(struct qkv_error *err, struct qkv_engine *engine,
+                               const struct qkv_gen_params *params, int64_t *id)
+{
+    QKV_TRY(qkv_engine_check_usable(err, engine));
+    const struct qkv_model_config *config = qkv_model_get_config(engine->model);
+    struct qkv_gen_limits limits = {
+        .n_lanes = engine->n_lanes,
+        .n_vocab = config->vocab,
+        .max_model_len = engine->max_model_len,
+        .eos_ids = config->eos_ids,
+        .n_eos = config->n_eos,
+    };
+    QKV_TRY(reserve_buckets(err, engine));
+    struct qkv_generation *gen = NULL;
+    QKV_TRY(qkv_generation_create(err, params, &limits, &gen));
+    gen->id = engine->next_id;
+    gen->seq->id = gen->id;
+    gen->added_ns = qkv_clock_ns();
+    enum qkv_status status = qkv_scheduler_add(err, engine->scheduler, gen->seq);
+    if (status != QKV_OK) {
+        qkv_generation_destroy(gen);
+        return status;
+    }
+    size_t bucket = bucket_of(engine, gen->id);
+    gen->next_in_bucket = engine->buckets[bucket];
+    engine->buckets[bucket] = gen;
+    engine->n_live++;
+    engine->next_id++;
+    *id = gen->id;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_engine_result(struct qkv_error *err, const struct qkv_engine *engine,
+                                  int64_t id, const struct qkv_generation **out)
+{
+    struct qkv_generation *gen = NULL;
+    QKV_TRY(find_or_fail(err, engine, id, &gen));
+    if (gen->finish == QKV_FINISH_NONE) {
+        return qkv_fail(err, QKV_ERR_STATE, "id %lld: the sequence has not finished",
+                        (long long)id);
+    }
+    *out = gen;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_engine_finish(struct qkv_error *err, struct qkv_engine *engine, int64_t id,
+                                  int32_t n_keep)
+{
+    QKV_TRY(qkv_engine_check_usable(err, engine));
+    struct qkv_generation *gen = NULL;
+    QKV_TRY(find_or_fail(err, engine, id, &gen));
+    if (n_keep < 0 || n_keep > gen->n_output) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "n_keep: %d, id %lld has 0 to %d output tokens",
+                        n_keep, (long long)id, gen->n_output);
+    }
+    if (gen->finish == QKV_FINISH_NONE) {
+        gen->finished_ns = qkv_clock_ns();
+        qkv_scheduler_finish(engine->scheduler, gen->seq);
+    }
+    gen->finish = QKV_FINISH_STOP;
+    gen->stop_token = -1;
+    gen->n_output = n_keep;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_engine_drop(struct qkv_error *err, struct qkv_engine *engine, int64_t id)
+{
+    QKV_TRY(qkv_engine_check_usable(err, engine));
+    struct qkv_generation *gen = NULL;
+    QKV_TRY(find_or_fail(err, engine, id, &gen));
+    if (gen->finish == QKV_FINISH_NONE) {
+        qkv_scheduler_finish(engine->scheduler, gen->seq);
+    }
+    struct qkv_generation **link = &engine->buckets[bucket_of(engine, id)];
+    while (*link != gen) {
+        link = &(*link)->next_in_bucket;
+    }
+    *link = gen->next_in_bucket;
+    engine->n_live--;
+    qkv_generation_destroy(gen);
+    return QKV_OK;
+}
+
+enum qkv_status qkv_engine_flush(struct qkv_error *err, struct qkv_engine *engine)
+{
+    QKV_TRY(qkv_engine_check_usable(err, engine));
+    qkv_scheduler_flush(engine->scheduler);
+    return QKV_OK;
+}

@@ -1,0 +1,120 @@
+/* The engine: a model on a device with its KV pools. Sequences in, tokens out, one step at a time.
+ *
+ * One thread at a time may be inside; nothing is global, so engines do not know of each other. After
+ * a fork the child can only close: everything else is QKV_ERR_STATE there. A call that fails leaves
+ * the engine as it was, except that a device whose memory is in doubt refuses further steps. */
+#ifndef QKV_ENGINE_ENGINE_H
+#define QKV_ENGINE_ENGINE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "backend/backend.h"
+#include "base/log.h"
+#include "base/status.h"
+#include "engine/generation.h"
+#include "engine/scheduler.h"
+#include "kv/kv_formats.h"
+#include "model/config.h"
+
+struct qkv_engine;
+
+enum { QKV_LANES_MAX = 16, QKV_ROWS_MAX = 65536, QKV_POSITIONS_MAX = 1 << 24 };
+
+/* Logits of a step are computed in pieces of at most so many bytes (one row at least): a long
+ * prompt with a large vocabulary never holds [tokens, vocab]. */
+enum { QKV_LOGIT_BYTES = 32 << 20 };
+
+struct qkv_engine_options {
+    const char *path;   /* as qkv_weights_open takes it */
+    const char *device; /* "auto", "cpu", "guard" */
+    const char *isa;    /* NULL: the environment's or the best */
+    enum qkv_compute compute;
+    int32_t n_threads; /* 0: all that the process may use */
+    int32_t n_lanes;
+    int32_t n_layers;                     /* of kv_formats; must be the model's */
+    const enum qkv_kv_format *kv_formats; /* [n_lanes, n_layers, 2]: of K, of V */
+    int64_t kv_tokens;                    /* per lane, rounded down to whole pages */
+    int32_t max_running;                  /* sequences, over all lanes */
+    int32_t chunk_tokens;                 /* prompt rows per step */
+    int32_t max_model_len;                /* 0: the model's */
+    bool prefix_cache;
+    bool offline;
+    struct qkv_log log;
+    bool (*progress)(void *ctx, uint64_t done_bytes, uint64_t total_bytes); /* may be NULL */
+    void *progress_ctx;
+};
+
+/* Loads. QKV_ERR_STATE "interrupted" if `progress` returned false. */
+enum qkv_status qkv_engine_open(struct qkv_error *err, const struct qkv_engine_options *options,
+                                struct qkv_engine **out);
+/* Frees everything, sequences in any state included. NULL is fine. */
+void qkv_engine_close(struct qkv_engine *engine);
+
+struct qkv_engine_info {
+    struct qkv_device_info device;
+    enum qkv_compute compute;
+    const struct qkv_model_config *config; /* valid until close */
+    int64_t kv_tokens;                     /* per lane, whole pages */
+    int32_t n_lanes;
+    int32_t max_model_len;
+    int32_t max_running;
+    int32_t chunk_tokens;
+    int32_t max_logit_rows; /* rows of logits that exist at one time */
+};
+
+void qkv_engine_info(const struct qkv_engine *engine, struct qkv_engine_info *out);
+
+struct qkv_engine_memory {
+    uint64_t weight_bytes;
+    uint64_t activation_bytes;
+    uint64_t kv_bytes; /* of all lanes */
+    uint64_t scratch_bytes;
+};
+
+void qkv_engine_memory(const struct qkv_engine *engine, struct qkv_engine_memory *out);
+void qkv_engine_counts(const struct qkv_engine *engine, struct qkv_scheduler_counts *out);
+
+/* Queues a sequence. QKV_ERR_ARGUMENT, or QKV_ERR_PAGES if it can never fit. */
+enum qkv_status qkv_engine_add(struct qkv_error *err, struct qkv_engine *engine,
+                               const struct qkv_gen_params *params, int64_t *id);
+
+struct qkv_engine_token {
+    int64_t id;
+    int32_t token;
+};
+
+/* What a step did; the arrays are the engine's, valid until its next step. */
+struct qkv_engine_step {
+    int32_t n_rows;
+    int32_t n_prefill; /* rows of prompts, recomputed output included */
+    int64_t n_running; /* after the step */
+    int64_t n_waiting;
+    const struct qkv_engine_token *tokens; /* [n_tokens] of watched sequences */
+    int32_t n_tokens;
+    const int64_t *finished; /* [n_finished] ids */
+    int32_t n_finished;
+};
+
+/* Plans, computes, samples, appends. n_rows is 0 only if nothing is queued. If it fails, no
+ * sequence has changed and the step can be tried again. */
+enum qkv_status qkv_engine_step(struct qkv_error *err, struct qkv_engine *engine,
+                                struct qkv_engine_step *out);
+
+/* The result of a finished sequence, valid until it is dropped. QKV_ERR_ARGUMENT if there is no
+ * such id, QKV_ERR_STATE if it has not finished. */
+enum qkv_status qkv_engine_result(struct qkv_error *err, const struct qkv_engine *engine,
+                                  int64_t id, const struct qkv_generation **out);
+
+/* Ends a sequence in any state as "stop" with its first n_keep output tokens. */
+enum qkv_status qkv_engine_finish(struct qkv_error *err, struct qkv_engine *engine, int64_t id,
+                                  int32_t n_keep);
+
+/* Forgets a sequence in any state. */
+enum qkv_status qkv_engine_drop(struct qkv_error *err, struct qkv_engine *engine, int64_t id);
+
+/* Empties the prefix trees. */
+enum qkv_status qkv_engine_flush(struct qkv_error *err, struct qkv_engine *engine);
+
+#endif

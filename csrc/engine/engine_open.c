@@ -1,0 +1,279 @@
+/* Opening and closing an engine. Everything the steps need is allocated here. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/mem.h"
+#include "base/os.h"
+#include "engine/engine_impl.h"
+#include "io/weights.h"
+
+static enum qkv_status check_range(struct qkv_error *err, const char *name, int64_t value,
+                                   int64_t low, int64_t high)
+{
+    if (value < low || value > high) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: %lld, must be %lld to %lld", name,
+                        (long long)value, (long long)low, (long long)high);
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status check_options(struct qkv_error *err,
+                                     const struct qkv_engine_options *options)
+{
+    const int64_t page = QKV_PAGE_TOKENS;
+    QKV_TRY(check_range(err, "kv_tokens", options->kv_tokens, page, INT32_MAX / 2 * page));
+    QKV_TRY(check_range(err, "max_running", options->max_running, 1, QKV_ROWS_MAX));
+    QKV_TRY(check_range(err, "chunk_tokens", options->chunk_tokens, 1, QKV_ROWS_MAX));
+    QKV_TRY(check_range(err, "max_model_len", options->max_model_len, 0, QKV_POSITIONS_MAX));
+    QKV_TRY(check_range(err, "threads", options->n_threads, 0, 1024));
+    return check_range(err, "kv_formats: lanes", options->n_lanes, 1, QKV_LANES_MAX);
+}
+
+static enum qkv_status check_against_model(struct qkv_error *err,
+                                           const struct qkv_engine_options *options,
+                                           const struct qkv_model_config *config)
+{
+    if (options->n_layers != config->n_layers) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "kv_formats: %d layers, the model has %d",
+                        options->n_layers, config->n_layers);
+    }
+    if (options->max_model_len > config->max_positions) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "max_model_len: %d, the model has %d positions",
+                        options->max_model_len, config->max_positions);
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status open_device(struct qkv_error *err, struct qkv_engine *engine,
+                                   const struct qkv_engine_options *options)
+{
+    const char *name = options->device;
+    if (strcmp(name, "auto") == 0 || strcmp(name, "cpu") == 0) {
+        engine->backend = qkv_cpu_backend();
+    } else if (strcmp(name, "guard") == 0) {
+        engine->backend = qkv_guard_backend();
+    } else {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "device: \"%s\", this build has \"cpu\" and \"guard\"", name);
+    }
+    struct qkv_device_options device = {
+        .n_threads = options->n_threads,
+        .compute = options->compute,
+        .isa = options->isa,
+        .log = &engine->log,
+    };
+    return engine->backend->open(err, &device, &engine->device);
+}
+
+static void describe_lane(const struct qkv_engine_options *options,
+                          const struct qkv_model_config *config, int32_t lane,
+                          struct qkv_kv_layer *layers)
+{
+    for (int32_t i = 0; i < options->n_layers; i++) {
+        const enum qkv_kv_format *pair =
+            options->kv_formats + ((size_t)lane * (size_t)options->n_layers + (size_t)i) * 2;
+        layers[i] = (struct qkv_kv_layer){
+            .n_kv_heads = config->n_kv_heads,
+            .k_dim = config->head_dim,
+            .v_dim = config->head_dim,
+            .k_format = pair[0],
+            .v_format = pair[1],
+        };
+    }
+}
+
+/* Asked before a weight is loaded, so that a wrong choice costs no loading time. */
+static enum qkv_status check_kv_support(struct qkv_error *err, const struct qkv_engine *engine,
+                                        const struct qkv_engine_options *options,
+                                        const struct qkv_model_config *config)
+{
+    size_t n_pairs = (size_t)options->n_lanes * (size_t)options->n_layers;
+    for (size_t i = 0; i < n_pairs; i++) {
+        struct qkv_support_query query = {
+            .weight_format = QKV_FORMAT_COUNT,
+            .k_format = options->kv_formats[2 * i],
+            .v_format = options->kv_formats[2 * i + 1],
+            .k_dim = config->head_dim,
+            .v_dim = config->head_dim,
+        };
+        QKV_TRY(engine->backend->supports(err, engine->device, &query));
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status load_model(struct qkv_error *err, struct qkv_engine *engine,
+                                  const struct qkv_engine_options *options,
+                                  const struct qkv_weights *weights,
+                                  const struct qkv_model_config *config)
+{
+    engine->max_rows = options->chunk_tokens + options->max_running;
+    int64_t row_bytes = (int64_t)config->vocab * (int64_t)sizeof(float);
+    int64_t logit_rows = QKV_LOGIT_BYTES / row_bytes;
+    if (logit_rows < 1) {
+        logit_rows = 1;
+    }
+    if (logit_rows > engine->max_rows) {
+        logit_rows = engine->max_rows;
+    }
+    engine->max_logit_rows = (int32_t)logit_rows;
+    struct qkv_model_options model = {
+        .backend = engine->backend,
+        .device = engine->device,
+        .max_rows = engine->max_rows,
+        .max_logit_rows = engine->max_logit_rows,
+        .log = &engine->log,
+        .progress = options->progress,
+        .progress_ctx = options->progress_ctx,
+    };
+    return qkv_model_load(err, weights, &model, &engine->model);
+}
+
+static enum qkv_status create_lanes(struct qkv_error *err, struct qkv_engine *engine,
+                                    const struct qkv_engine_options *options)
+{
+    const struct qkv_model_config *config = qkv_model_get_config(engine->model);
+    int32_t n_pages = (int32_t)(options->kv_tokens / QKV_PAGE_TOKENS);
+    void *layers = NULL;
+    QKV_TRY(qkv_calloc(err, (size_t)options->n_layers, sizeof(struct qkv_kv_layer), &layers));
+    enum qkv_status status = QKV_OK;
+    for (int32_t lane = 0; lane < options->n_lanes && status == QKV_OK; lane++) {
+        describe_lane(options, config, lane, layers);
+        struct qkv_kv_desc desc = {
+            .layers = layers, .n_layers = options->n_layers, .n_pages = n_pages};
+        status = engine->backend->kv_create(err, engine->device, &desc, &engine->lanes[lane]);
+    }
+    free(layers);
+    QKV_TRY(status);
+    engine->kv_tokens = (int64_t)n_pages * QKV_PAGE_TOKENS;
+    struct qkv_scheduler_options scheduler = {
+        .n_lanes = options->n_lanes,
+        .n_pages = n_pages,
+        .chunk_tokens = options->chunk_tokens,
+        .max_running = options->max_running,
+        .prefix_cache = options->prefix_cache,
+        .offline = options->offline,
+    };
+    return qkv_scheduler_create(err, &scheduler, &engine->scheduler);
+}
+
+static enum qkv_status create_arrays(struct qkv_error *err, struct qkv_engine *engine)
+{
+    size_t n = (size_t)engine->max_rows;
+    size_t n_logits = (size_t)engine->max_logit_rows;
+    void *block = NULL;
+    QKV_TRY(qkv_batch_init(err, &engine->batch, engine->max_rows));
+    QKV_TRY(qkv_calloc(err, n, sizeof(struct qkv_wanted_row), &block));
+    engine->wanted = block;
+    QKV_TRY(qkv_calloc(err, n_logits, sizeof(int32_t), &block));
+    engine->logit_rows = block;
+    QKV_TRY(qkv_calloc(err, n_logits, sizeof(struct qkv_sample_row), &block));
+    engine->sample_rows = block;
+    QKV_TRY(qkv_calloc(err, n, sizeof(int32_t), &block));
+    engine->sampled = block;
+    QKV_TRY(qkv_calloc(err, n, sizeof(float), &block));
+    engine->sampled_logprob = block;
+    QKV_TRY(qkv_calloc(err, n, sizeof(int32_t), &block));
+    engine->sampled_rank = block;
+    QKV_TRY(qkv_calloc(err, n, sizeof(struct qkv_engine_token), &block));
+    engine->step_tokens = block;
+    QKV_TRY(qkv_calloc(err, n, sizeof(int64_t), &block));
+    engine->step_finished = block;
+    return QKV_OK;
+}
+
+static enum qkv_status open_engine(struct qkv_error *err, struct qkv_engine *engine,
+                                   const struct qkv_engine_options *options,
+                                   const struct qkv_weights *weights,
+                                   struct qkv_model_config *config)
+{
+    QKV_TRY(qkv_model_config_read(err, weights, config));
+    QKV_TRY(check_against_model(err, options, config));
+    engine->max_model_len = options->max_model_len > 0 ? options->max_model_len
+                                                       : config->max_positions;
+    if (engine->max_model_len > QKV_POSITIONS_MAX) {
+        engine->max_model_len = QKV_POSITIONS_MAX;
+    }
+    QKV_TRY(open_device(err, engine, options));
+    QKV_TRY(check_kv_support(err, engine, options, config));
+    QKV_TRY(load_model(err, engine, options, weights, config));
+    QKV_TRY(create_lanes(err, engine, options));
+    return create_arrays(err, engine);
+}
+
+enum qkv_status qkv_engine_open(struct qkv_error *err, const struct qkv_engine_options *options,
+                                struct qkv_engine **out)
+{
+    QKV_TRY(check_options(err, options));
+    struct qkv_weights *weights = NULL;
+    struct qkv_engine *engine = NULL;
+    void *config = NULL;
+    void *block = NULL;
+    enum qkv_status status = qkv_calloc(err, 1, sizeof(struct qkv_engine), &block);
+    if (status != QKV_OK) {
+        goto out;
+    }
+    engine = block;
+    engine->log = options->log;
+    engine->compute = options->compute;
+    engine->n_lanes = options->n_lanes;
+    engine->max_running = options->max_running;
+    engine->chunk_tokens = options->chunk_tokens;
+    engine->owner = qkv_process_id();
+    engine->next_id = 1;
+    status = qkv_calloc(err, 1, sizeof(struct qkv_model_config), &config);
+    if (status == QKV_OK) {
+        status = qkv_weights_open(err, options->path, &weights);
+    }
+    if (status == QKV_OK) {
+        status = open_engine(err, engine, options, weights, config);
+    }
+out:
+    free(config);
+    qkv_weights_close(weights);
+    if (status != QKV_OK) {
+        qkv_engine_close(engine);
+        return status;
+    }
+    *out = engine;
+    return QKV_OK;
+}
+
+static void destroy_sequences(struct qkv_engine *engine)
+{
+    for (size_t i = 0; i < engine->n_buckets; i++) {
+        for (struct qkv_generation *gen = engine->buckets[i]; gen != NULL;) {
+            struct qkv_generation *next = gen->next_in_bucket;
+            qkv_generation_destroy(gen);
+            gen = next;
+        }
+    }
+    free(engine->buckets);
+}
+
+void qkv_engine_close(struct qkv_engine *engine)
+{
+    if (engine == NULL) {
+        return;
+    }
+    qkv_scheduler_destroy(engine->scheduler); /* takes the pages from the sequences */
+    destroy_sequences(engine);
+    if (engine->device != NULL) {
+        for (int32_t i = 0; i < engine->n_lanes; i++) {
+            engine->backend->kv_destroy(engine->device, engine->lanes[i]);
+        }
+        qkv_model_destroy(engine->model);
+        engine->backend->close(engine->device);
+    }
+    qkv_batch_free(&engine->batch);
+    free(engine->wanted);
+    free(engine->logit_rows);
+    free(engine->sample_rows);
+    free(engine->sampled);
+    free(engine->sampled_logprob);
+    free(engine->sampled_rank);
+    free(engine->top_id);
+    free(engine->top_logprob);
+    free(engine->step_tokens);
+    free(engine->step_finished);
+    free(engine);
+}
