@@ -63,8 +63,8 @@ def test_a_file_name_is_taken_once(copy: Path) -> None:
     [
         (
             "csrc/quant/formats.def",
-            'QKV_FORMAT(NEW, "NEW", 32, 18, 99, "", QKV_CODE_I4, 32, QKV_SCALE_F16, QKV_SCALE_NONE)',
-            "NEW has no case in csrc/quant/codec.c",
+            'QKV_FORMAT(N, "N", 32, 18, 99, "", QKV_CODE_I4, 32, QKV_SCALE_F16, QKV_SCALE_NONE)',
+            "N has no case in csrc/quant/codec.c",
         ),
         (
             "csrc/quant/formats.def",

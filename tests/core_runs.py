@@ -1,0 +1,110 @@
+"""Batches of requests through qkv._core.Engine, for the tests that compare runs bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv import _core
+
+
+@dataclass(frozen=True)
+class Request:
+    tokens: NDArray[np.int32]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def open_engine(path: Path, *, kv_tokens: int, n_lanes: int = 1, **options: Any) -> _core.Engine:
+    """An engine with a cache in its compute format."""
+    checkpoint = _core.Checkpoint(str(path))
+    n_layers = checkpoint.model_config()["n_layers"]
+    checkpoint.close()
+    kv = "float32" if options.get("compute_dtype") == "float32" else "bf16"
+    lane = [(kv, kv)] * n_layers
+    return _core.Engine(str(path), kv_formats=[lane] * n_lanes, kv_tokens=kv_tokens, **options)
+
+
+def run(
+    engine: _core.Engine,
+    requests: Sequence[Request],
+    order: Iterable[int] | None = None,
+    *,
+    arrive: int = 0,
+    lane: int = 0,
+) -> dict[int, _core.Result]:
+    """Results by index into `requests`. `arrive`: so many are added before each step, 0: all at
+    once."""
+    todo = list(order if order is not None else range(len(requests)))
+    index_of: dict[int, int] = {}
+    results: dict[int, _core.Result] = {}
+    while todo or len(results) < len(index_of):
+        for _ in range(arrive or len(todo)):
+            if todo:
+                index = todo.pop(0)
+                request = requests[index]
+                index_of[engine.add(request.tokens, lane=lane, **request.options)] = index
+        step = engine.step()
+        for ident in step.finished:
+            results[index_of[ident]] = engine.take(ident)
+        assert step.n_rows > 0 or step.finished or todo, "the engine stands still"
+    return results
+
+
+TIMES = ("queue_time", "time_to_first_token", "total_time", "cached_tokens", "retractions")
+
+
+def difference(a: _core.Result, b: _core.Result) -> str:
+    """The first field in which two results differ, and how; empty if they are the same bits."""
+    for name, x, y in zip(a._fields, a, b, strict=True):
+        if name in TIMES:
+            continue
+        if not isinstance(x, np.ndarray):
+            if x != y:
+                return f"{name}: {x} and {y}"
+            continue
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return f"{name}: {x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}"
+        unequal = np.flatnonzero(x.reshape(-1).view(np.uint32) != y.reshape(-1).view(np.uint32))
+        if unequal.size:
+            at = int(unequal[0])
+            return (
+                f"{name}: {unequal.size} of {x.size} differ, first at {at}: "
+                f"{x.reshape(-1)[at]!r} and {y.reshape(-1)[at]!r}"
+            )
+    return ""
+
+
+def mixed_requests(n: int, vocab: int, seed: int, *, longest: int = 100) -> list[Request]:
+    """Requests that share prefixes in part (none, inside a page, pages, nearly all), greedy and
+    sampled, some with penalties, alternatives or log-probabilities of the prompt."""
+    rng = np.random.default_rng(seed)
+    stems = [rng.integers(0, vocab, longest, dtype=np.int32) for _ in range(max(n // 8, 1))]
+    out = []
+    for i in range(n):
+        n_shared = [0, 5, 16, 17, 33, 48, 64, longest - 8][i % 8]
+        n_own = int(rng.integers(1, max(longest - n_shared, 2)))
+        own = rng.integers(0, vocab, min(n_own, 40), dtype=np.int32)
+        tokens = np.concatenate([stems[(i // 2) % len(stems)][:n_shared], own]).astype(np.int32)
+        options: dict[str, Any] = {"max_tokens": int(rng.integers(1, 21)), "ignore_eos": i % 3 != 0}
+        if i % 2:
+            options |= {"temperature": 0.9, "seed": 1000 + i, "top_p": 0.9, "top_k": 40}
+        else:
+            options |= {"temperature": 0.0}
+        if i % 5 == 1:
+            options |= {"repetition_penalty": 1.2, "presence_penalty": 0.3, "min_p": 0.02}
+        if i % 4 == 0:
+            options |= {"n_top": 3}
+        if i % 4 == 3:
+            options |= {"logprob_start": 1, "prompt_n_top": 2}
+        out.append(Request(tokens, options))
+    return out
+
+
+def vocab_of(path: Path) -> int:
+    return int(json.loads((path / "config.json").read_text())["vocab_size"])

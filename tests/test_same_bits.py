@@ -1,0 +1,249 @@
+"""Promise 1: a request's tokens and log-probabilities are the same bits whatever else is in the
+batch. The reference is every request alone, one after the other, on one thread, in one chunk,
+without a prefix cache."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core_runs import Request, difference, mixed_requests, open_engine, run
+from qkv import _core
+
+LARGE, SMALL = 16384, 192
+COUNTS = (1, 7, 64)
+CHUNKS = (16, 64, 512)
+ORDERS = ("given", "reversed", "shuffled")
+# Gemma 3 and Mistral have windows of 24 tokens, Gemma 3 in two layers of three.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 2},
+    "mistral": {"num_hidden_layers": 2},
+    "qwen3": {"num_hidden_layers": 2},
+    "gemma3": {"num_hidden_layers": 3},
+}
+
+
+def ordered(n: int, order: str) -> list[int]:
+    indices = list(range(n))
+    if order == "reversed":
+        indices.reverse()
+    elif order == "shuffled":
+        np.random.default_rng(n).shuffle(indices)
+    return indices
+
+
+def alone(path: Path, requests: list[Request], **options: Any) -> dict[int, _core.Result]:
+    options = {"threads": 1, "chunk_tokens": 512, "prefix_cache": False} | options
+    engine = open_engine(path, kv_tokens=LARGE, **options)
+    out = {}
+    for i in range(len(requests)):
+        out[i] = run(engine, requests, [i])[i]
+    engine.close()
+    return out
+
+
+def assert_same(
+    reference: dict[int, _core.Result], results: dict[int, _core.Result], what: object
+) -> None:
+    for i, result in results.items():
+        found = difference(reference[i], result)
+        assert not found, f"request {i} of {what}: {found}"
+
+
+@pytest.fixture(scope="module")
+def batch(tiny: Callable[..., Path]) -> Callable[[str], tuple[Path, list[Request], Any]]:
+    """Model folder, 64 requests and what each gives alone."""
+    made: dict[str, tuple[Path, list[Request], Any]] = {}
+
+    def make(arch: str) -> tuple[Path, list[Request], Any]:
+        if arch not in made:
+            path = tiny(arch, **MODELS[arch])
+            requests = mixed_requests(64, 512, seed=7)
+            made[arch] = (path, requests, alone(path, requests))
+        return made[arch]
+
+    return make
+
+
+def test_the_reference_says_something(
+    batch: Callable[[str], tuple[Path, list[Request], Any]],
+) -> None:
+    _, requests, reference = batch("llama")
+    texts = {tuple(r.token_ids) for r in reference.values()}
+    assert len(texts) > 48
+    for request, result in zip(requests, reference.values(), strict=True):
+        assert 1 <= len(result.token_ids) <= request.options["max_tokens"]
+        assert np.isfinite(result.logprobs).all() and (result.logprobs <= 0).all()
+        if "logprob_start" in request.options:
+            assert len(result.prompt_logprobs) == len(request.tokens) - 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen3"])
+def test_full_cross(
+    batch: Callable[[str], tuple[Path, list[Request], Any]], arch: str, threads: int
+) -> None:
+    path, requests, reference = batch(arch)
+    n_retractions = n_reused = 0
+    for chunk, cache, pool in itertools.product(CHUNKS, (True, False), (LARGE, SMALL)):
+        engine = open_engine(
+            path, kv_tokens=pool, threads=threads, chunk_tokens=chunk, prefix_cache=cache
+        )
+        for n, order in itertools.product(COUNTS, ORDERS):
+            if n == 1 and order != "given":
+                continue  # one request has one order
+            results = run(engine, requests[:n], ordered(n, order))
+            assert len(results) == n
+            assert_same(reference, results, (arch, n, chunk, cache, pool, threads, order))
+            engine.flush()
+        counts = engine.counts()
+        n_retractions += counts["n_retractions"] if pool == SMALL else 0
+        n_reused += counts["n_reused_tokens"]
+        assert cache or counts["n_reused_tokens"] == 0
+        assert counts["n_running"] == counts["n_waiting"] == 0
+        assert counts["n_free_pages"] == counts["n_pages"]
+        engine.close()
+    assert n_retractions > 0, "no run was short of pages: the cross proves less than it says"
+    assert n_reused > 0, "the prefix cache was never hit"
+
+
+def covering(factors: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """Few rows in which every pair of values of every two factors occurs (greedy choice)."""
+    names = list(factors)
+    open_pairs = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x in factors[a]
+        for y in factors[b]
+    }
+    every = [dict(zip(names, row, strict=True)) for row in itertools.product(*factors.values())]
+
+    def gain(row: dict[str, Any]) -> int:
+        return sum(p in open_pairs for p in itertools.combinations(row.items(), 2))
+
+    while open_pairs:
+        best = max(every, key=gain)
+        open_pairs -= set(itertools.combinations(best.items(), 2))
+        yield best
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "n": COUNTS,
+    "chunk_tokens": CHUNKS,
+    "prefix_cache": (True, False),
+    "kv_tokens": (LARGE, SMALL),
+    "threads": (1, 2),
+    "order": ORDERS,
+    "offline": (True, False),
+    "max_running": (3, 64),
+    "arrive": (0, 2),
+}
+
+
+def run_row(
+    path: Path, requests: list[Request], row: dict[str, Any], **more: Any
+) -> tuple[dict[int, _core.Result], dict[str, int]]:
+    options = dict(row)
+    n, order, arrive = (options.pop(k) for k in ("n", "order", "arrive"))
+    engine = open_engine(path, **options, **more)
+    results = run(engine, requests[:n], ordered(n, order), arrive=arrive)
+    counts = engine.counts()
+    engine.close()
+    return results, counts
+
+
+def other_settings() -> list[tuple[str, dict[str, Any]]]:
+    out: list[tuple[str, dict[str, Any]]] = [("gemma3", {})]
+    out += [(arch, {"compute_dtype": "float32"}) for arch in ("llama", "gemma3")]
+    usable = [name for name, is_usable in _core.isas() if is_usable]
+    out += [("mistral", {"isa": name}) for name in usable[1:]]  # the best one is the default
+    return out
+
+
+@pytest.mark.parametrize(("arch", "options"), other_settings(), ids=str)
+def test_pairs_of_factors(tiny: Callable[..., Path], arch: str, options: dict[str, Any]) -> None:
+    path = tiny(arch, **MODELS[arch])
+    requests = mixed_requests(64, 512, seed=8)
+    reference = alone(path, requests, **options)
+    n_retractions = 0
+    for row in covering(FACTORS):
+        results, counts = run_row(path, requests, row, **options)
+        assert_same(reference, results, (arch, row, options))
+        n_retractions += counts["n_retractions"]
+    assert n_retractions > 0
+
+
+def test_lanes_do_not_touch_each_other(
+    batch: Callable[[str], tuple[Path, list[Request], Any]],
+) -> None:
+    path, requests, reference = batch("llama")
+    engine = open_engine(path, kv_tokens=SMALL, n_lanes=2)
+    ids = {}
+    for i, request in enumerate(requests):
+        for lane in (0, 1):
+            ids[engine.add(request.tokens, lane=lane, **request.options)] = i
+    left = set(ids)
+    while left:
+        for ident in engine.step().finished:
+            assert_same(reference, {ids[ident]: engine.take(ident)}, "two lanes")
+            left.remove(ident)
+    engine.close()
+
+
+def test_aborted_neighbours_change_nothing(
+    batch: Callable[[str], tuple[Path, list[Request], Any]],
+) -> None:
+    path, requests, reference = batch("mistral")
+    engine = open_engine(path, kv_tokens=SMALL, chunk_tokens=16)
+    ids = {engine.add(r.tokens, **r.options): i for i, r in enumerate(requests)}
+    left, n_steps = set(ids), 0
+    while left:
+        step = engine.step()
+        n_steps += 1
+        for ident in step.finished:
+            assert_same(reference, {ids[ident]: engine.take(ident)}, "neighbours aborted")
+            left.remove(ident)
+        if n_steps % 3 == 0 and len(left) > 20:  # waiting ones and running ones
+            victim = sorted(left)[(n_steps * 7) % len(left)]
+            engine.abort(victim)
+            left.remove(victim)
+    counts = engine.counts()
+    assert counts["n_running"] == counts["n_waiting"] == 0
+    engine.close()
+
+
+def test_samples_of_one_prompt_differ_and_repeat(tiny: Callable[..., Path]) -> None:
+    path = tiny("llama", **MODELS["llama"])
+    prompt = np.arange(30, dtype=np.int32)
+    options = {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+    requests = [Request(prompt, options | {"seed": 3, "sample": s}) for s in range(8)]
+    reference = alone(path, requests)
+    assert len({tuple(r.token_ids) for r in reference.values()}) == 8
+    engine = open_engine(path, kv_tokens=SMALL, chunk_tokens=16)
+    assert_same(reference, run(engine, requests), "samples together")
+    engine.close()
+
+
+def test_demo_model(demo_model: Path) -> None:
+    """Factors that a real model's size could upset, every pair of them."""
+    factors = {k: v for k, v in FACTORS.items() if k not in ("offline", "max_running", "arrive")}
+    rows = list(covering(factors))
+    assert len(rows) <= 24
+    requests = mixed_requests(64, 49152, seed=9, longest=72)
+    requests = [
+        Request(r.tokens[-48:], r.options | {"max_tokens": min(r.options["max_tokens"], 8)})
+        for r in requests
+    ]
+    reference = alone(demo_model, requests, threads=2)
+    n_retractions = 0
+    for row in rows:
+        settings = {**row, "kv_tokens": 4096 if row["kv_tokens"] == LARGE else 128, "arrive": 0}
+        results, counts = run_row(demo_model, requests, settings)
+        assert_same(reference, results, ("demo", row))
+        n_retractions += counts["n_retractions"]
+    assert n_retractions > 0
