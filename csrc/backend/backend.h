@@ -262,6 +262,9 @@ struct qkv_backend {
 /* The CPU backend (kernels/cpu/cpu_backend.c). */
 const struct qkv_backend *qkv_cpu_backend(void);
 
+/* Its instruction sets, best first, and whether this machine has them; false past the last one. */
+bool qkv_cpu_isa(size_t index, const char **name, bool *usable);
+
 /* A backend that keeps every buffer of `inner` unreadable outside its own calls, so that a test sees
  * any touch from above as a fault (backend/guard.c). */
 const struct qkv_backend *qkv_guard_backend(void);
