@@ -1,0 +1,380 @@
+"""Bad input ends in an error that names the thing; what is sound beside it runs on."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from core_runs import open_engine
+from qkv import _core
+from ref import make_tiny
+
+# Case of fixtures/bad, what is raised, and what the message must name (regular expressions).
+Q_PROJ = r"model\.layers\.0\.self_attn\.q_proj\.weight"
+DOWN = r"model\.layers\.0\.mlp\.down_proj\.weight"
+CASES: list[tuple[str, type[Exception], list[str]]] = [
+    ("st-truncated-data", qkv.CheckpointError, ["model.safetensors", r"\d+"]),
+    ("st-truncated-header", qkv.CheckpointError, ["model.safetensors", "header", "1120"]),
+    ("st-header-length-huge", qkv.CheckpointError, ["header", "4611686018427387904"]),
+    ("st-header-not-json", qkv.CheckpointError, ["model.safetensors"]),
+    ("st-offsets-overlap", qkv.CheckpointError, [Q_PROJ + "|" + DOWN]),
+    ("st-offsets-out-of-range", qkv.CheckpointError, [Q_PROJ, "98496"]),
+    ("st-offsets-negative", qkv.CheckpointError, [Q_PROJ, "-64|negative|offset"]),
+    ("st-shape-size-mismatch", qkv.CheckpointError, [Q_PROJ, "4160|65", "4096|8320"]),
+    ("st-dtype-unknown", qkv.Error, [Q_PROJ, "Q17"]),
+    ("st-missing-tensor", qkv.CheckpointError, [DOWN]),
+    ("st-shape-transposed", qkv.CheckpointError, [DOWN, "64", "32"]),
+    ("config-layers-too-many", qkv.CheckpointError, [r"model\.layers\.1\."]),
+    ("config-negative-hidden", qkv.CheckpointError, ["hidden_size", "-32"]),
+    ("config-unknown-arch", qkv.UnsupportedError, ["ForCausalLM", "LlamaForCausalLM"]),
+    ("quant-gptq-but-bf16", qkv.Error, ["gptq"]),
+    ("index-absent-file", qkv.CheckpointError, ["model-00002-of-00002.safetensors"]),
+    ("gguf-bad-magic.gguf", qkv.CheckpointError, ["gguf-bad-magic.gguf", "GGUF"]),
+    ("gguf-tensor-count-huge.gguf", qkv.CheckpointError, ["1152921504606846976", "tensor"]),
+    ("gguf-kv-count-huge.gguf", qkv.CheckpointError, ["1152921504606846976"]),
+    ("gguf-tensor-count-more.gguf", qkv.CheckpointError, ["gguf-tensor-count-more.gguf"]),
+    ("gguf-truncated.gguf", qkv.CheckpointError, [r"weight", r"\d+"]),
+    ("gguf-truncated-kv.gguf", qkv.CheckpointError, ["gguf-truncated-kv.gguf"]),
+    ("gguf-ndims-huge.gguf", qkv.CheckpointError, ["4000000000", "4"]),
+    ("gguf-type-unknown.gguf", qkv.Error, ["250"]),
+    ("gguf-offset-out-of-range.gguf", qkv.CheckpointError, [r"weight", r"\d+"]),
+    ("gguf-offset-misaligned.gguf", qkv.CheckpointError, [r"weight", "32"]),
+    ("gguf-quant-row-not-multiple.gguf", qkv.CheckpointError, [r"weight", "Q4_K", "32", "256"]),
+    ("gguf-arch-unknown.gguf", qkv.UnsupportedError, ["llama"]),
+    # Formats of later issues: refused by name, not misread.
+    ("fp8-nan-scale", qkv.Error, ["fp8|weight_scale"]),
+    ("fp8-zero-scale", qkv.Error, ["fp8|weight_scale"]),
+    ("fp8-scale-missing", qkv.Error, ["fp8|weight_scale"]),
+    ("gptq-gidx-out-of-range", qkv.Error, ["gptq"]),
+    ("gptq-qweight-short", qkv.Error, ["gptq"]),
+    ("gptq-group-7", qkv.Error, ["gptq"]),
+]
+
+
+def load(path: Path) -> None:
+    open_engine(path, kv_tokens=64).close()
+
+
+@pytest.mark.parametrize(("case", "kind", "names"), CASES, ids=[case[0] for case in CASES])
+def test_broken_checkpoint(
+    fixtures_dir: Path, case: str, kind: type[Exception], names: list[str]
+) -> None:
+    with pytest.raises(kind) as caught:
+        load(fixtures_dir / "bad" / case)
+    for name in names:
+        assert re.search(name, str(caught.value)), f"{case}: {name} is not in: {caught.value}"
+
+
+def test_every_case_has_a_row(fixtures_dir: Path) -> None:
+    listed = {row["case"] for row in json.loads((fixtures_dir / "bad/CASES.json").read_text())}
+    assert {row[0] for row in CASES} | {"ok-micro", "ok-micro.gguf"} == listed
+
+
+@pytest.mark.parametrize("case", ["ok-micro", "ok-micro.gguf"])
+def test_sound_model_loads(fixtures_dir: Path, case: str) -> None:
+    load(fixtures_dir / "bad" / case)
+
+
+def test_a_broken_model_leaves_nothing_behind(fixtures_dir: Path) -> None:
+    """Descriptors and maps of a failed load are given back."""
+    bad = fixtures_dir / "bad"
+    cases = [
+        "st-shape-transposed",
+        "st-missing-tensor",
+        "gguf-truncated.gguf",
+        "st-header-not-json",
+    ]
+
+    def held() -> tuple[int, int]:
+        maps = Path("/proc/self/maps").read_text()
+        return len(list(Path("/proc/self/fd").iterdir())), maps.count("/bad/")
+
+    before = held()
+    for case in cases * 8:
+        with pytest.raises(qkv.Error):
+            load(bad / case)
+    assert held() == before
+
+
+@pytest.mark.parametrize("name", ["absent", "absent.gguf", "absent.safetensors"])
+def test_absent_model(tmp_path: Path, name: str) -> None:
+    with pytest.raises((OSError, qkv.Error)) as caught:
+        _core.Checkpoint(str(tmp_path / name))
+    assert name in str(caught.value)
+
+
+def test_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(qkv.CheckpointError, match="safetensors|gguf"):
+        _core.Checkpoint(str(tmp_path))
+
+
+def test_a_tensor_too_many(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = make_tiny.make_tensors(config, 0)
+    tensors["model.layers.0.self_attn.k_scale"] = np.ones(1, np.float32)
+    make_tiny.write_safetensors(folder / "model.safetensors", tensors)
+    with pytest.raises(qkv.CheckpointError, match=r"model\.layers\.0\.self_attn\.k_scale"):
+        load(folder)
+
+
+def test_every_prefix_of_a_gguf_header(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """A file cut anywhere in its head is an error, wherever the cut falls."""
+    whole = tmp_path / "whole.gguf"
+    make_tiny.write_gguf(whole, "llama", tokenizer=False, num_hidden_layers=1)
+    data = whole.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for n in [*range(0, 1500, 7), len(data) - 1, len(data) - 4096]:
+        cut.write_bytes(data[:n])
+        with pytest.raises(qkv.CheckpointError):
+            load(cut)
+
+
+def test_every_header_length_of_safetensors(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("llama"), folder)
+    data = (folder / "model.safetensors").read_bytes()
+    n_header = struct.unpack("<Q", data[:8])[0]
+    for claimed in (0, 1, 7, n_header - 1, n_header + 1, len(data), 2**32, 2**63, 2**64 - 1):
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", claimed) + data[8:])
+        with pytest.raises(qkv.CheckpointError):
+            load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+        ({"rope_theta": 0.0}, "rope_theta"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "spiral"),
+        ({"hidden_act": "relu9"}, "relu9"),
+        ({"head_dim": 10**6}, "head_dim"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings"),
+        ({"architectures": []}, "architectures"),
+        ({"intermediate_size": 96.5}, "intermediate_size"),
+    ],
+    ids=str,
+)
+def test_config_out_of_range(
+    tiny: Callable[..., Path], tmp_path: Path, change: dict[str, Any], name: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("llama"), folder)
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(qkv.Error, match=name):
+        load(folder)
+
+
+def test_foreign_formats_are_refused_by_name(fixtures_dir: Path) -> None:
+    """Quantized checkpoints of other tools: an error that names method, format or architecture."""
+    for folder in sorted(fixtures_dir.iterdir()):
+        if not (folder / "config.json").exists() or folder.name.startswith("base-"):
+            continue
+        config = json.loads((folder / "config.json").read_text())
+        quant = config.get("quantization_config") or config.get("quantization")
+        if quant is None:
+            continue
+        with pytest.raises(qkv.Error) as caught:
+            load(folder)
+        method = quant.get("quant_method", quant.get("quant_algo", "quantization"))
+        known = [str(method), config["architectures"][0], "weight_scale", "scales", "U32"]
+        assert any(word in str(caught.value) for word in known), f"{folder.name}: {caught.value}"
+
+
+# ---- prompts and parameters -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Callable[..., Path]) -> Iterator[qkv.Engine]:
+    with qkv.Engine(tiny("llama"), threads=1, kv_tokens=512, max_model_len=256) as made:
+        yield made
+
+
+GREEDY = qkv.SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", ["empty"]),
+        ([], ["empty"]),
+        (list(range(10)) * 30, ["300", "256"]),
+        ([1, 2, 512], ["512"]),
+        ([1, -1, 2], ["-1"]),
+        ([1, 2**40], [str(2**40)]),
+        ("half \ud83d a character", ["surrogate|Unicode|U\\+D83D|ud83d"]),
+        ([1, "two", 3], ["two"]),
+        (None, ["None"]),
+        (3.5, ["3.5|float"]),
+    ],
+    ids=[
+        "empty",
+        "no-ids",
+        "long",
+        "above",
+        "negative",
+        "huge",
+        "surrogate",
+        "str",
+        "None",
+        "float",
+    ],
+)
+def test_a_bad_prompt_spoils_its_own_row(engine: qkv.Engine, prompt: Any, words: list[str]) -> None:
+    good: list[Any] = ["The quick brown fox", [5, 6, 7, 8]]
+    alone = engine.generate(good, GREEDY, progress=False)
+    outputs = engine.generate([good[0], prompt, good[1]], GREEDY, progress=False)
+    assert [o.index for o in outputs] == [0, 1, 2]
+    assert outputs[1].error is not None
+    for word in words:
+        assert re.search(word, str(outputs[1].error), re.IGNORECASE), outputs[1].error
+    for expected, got in zip(alone, (outputs[0], outputs[2]), strict=True):
+        assert got.error is None
+        assert list(got.token_ids) == list(expected.token_ids)
+        assert np.array_equal(got.logprobs, expected.logprobs)
+
+
+def test_a_request_that_can_never_fit(tiny: Callable[..., Path]) -> None:
+    with qkv.Engine(tiny("llama"), threads=1, kv_tokens=64) as engine:
+        params = [GREEDY, GREEDY.with_(max_tokens=100), GREEDY]
+        outputs = engine.generate([[1, 2, 3]] * 3, params, progress=False)
+        assert outputs[0].error is None and len(outputs[0].token_ids) == 5
+        assert outputs[2].error is None and len(outputs[2].token_ids) == 5
+        assert re.search("103|104", str(outputs[1].error)) and "64" in str(outputs[1].error)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"max_tokens": -1}, "max_tokens.*-1"),
+        ({"temperature": -0.5}, "temperature.*-0.5"),
+        ({"temperature": float("nan")}, "temperature.*nan"),
+        ({"temperature": float("inf")}, "temperature.*inf"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, r"top_p.*1\.5"),
+        ({"top_k": -2}, "top_k.*-2"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"n": 0}, "n=0"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens.*9.*max_tokens.*3"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"logprobs": 1000}, "logprobs.*1000"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"logit_bias": {-1: 2.0}}, "logit_bias"),
+        ({"bad_words": [[]]}, "bad_words"),
+    ],
+    ids=str,
+)
+def test_contradictory_parameters(values: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        qkv.SamplingParams(**values)
+
+
+def test_parameters_that_only_the_model_refutes(engine: qkv.Engine) -> None:
+    """Ids beyond the vocabulary in stop_token_ids, logit_bias and bad_words: that row's error."""
+    for values in (
+        {"stop_token_ids": [99999]},
+        {"logit_bias": {99999: 1.0}},
+        {"bad_words": [[99999]]},
+    ):
+        params = [GREEDY, GREEDY.with_(**values), GREEDY]
+        outputs = engine.generate([[1, 2, 3]] * 3, params, progress=False)
+        assert outputs[0].error is None and outputs[2].error is None
+        assert "99999" in str(outputs[1].error), values
+
+
+def test_wrong_numbers_of_things(engine: qkv.Engine) -> None:
+    with pytest.raises(ValueError, match="2.*3|3.*2"):
+        engine.generate([[1], [2], [3]], [GREEDY, GREEDY], progress=False)
+    with pytest.raises(TypeError):
+        engine.generate([[1]], {"max_tokens": 3}, progress=False)  # type: ignore[arg-type]
+    assert engine.generate([], GREEDY, progress=False) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"kv_cache_dtype": "fp3"}, "fp3"),
+        ({"kv_cache_dtype": 8}, "kv_cache_dtype"),
+        ({"compute_dtype": "float8"}, "compute_dtype.*float8"),
+        ({"device": "tpu"}, "device.*tpu"),
+        ({"threads": 0}, "threads"),
+        ({"threads": -3}, "threads.*-3"),
+        ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"max_running": 0}, "max_running"),
+        ({"kv_tokens": 0}, "kv_tokens"),
+        ({"mem_fraction": 1.5}, r"mem_fraction.*1\.5"),
+        ({"schedule": "lottery"}, "schedule.*lottery"),
+        ({"quantization": "no-such"}, "no-such"),
+        ({"max_model_len": 10**7}, "max_model_len.*10000000"),
+    ],
+    ids=str,
+)
+def test_bad_engine_options(tiny: Callable[..., Path], option: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError, qkv.Error), match=words):
+        qkv.Engine(tiny("llama"), **option).close()
+
+
+def test_an_instruction_set_that_is_not_there(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ["sse9", *(name for name, usable in _core.isas() if not usable)]:
+        with pytest.raises((ValueError, qkv.UnsupportedError), match=name):
+            open_engine(tiny("llama"), kv_tokens=64, isa=name)
+        monkeypatch.setenv("QKV_ISA", name)
+        with pytest.raises((ValueError, qkv.UnsupportedError), match=name):
+            open_engine(tiny("llama"), kv_tokens=64)
+        monkeypatch.delenv("QKV_ISA")
+
+
+def test_core_refuses_what_the_python_layer_would_have_caught(tiny: Callable[..., Path]) -> None:
+    core = open_engine(tiny("llama"), kv_tokens=64, threads=1)
+    prompt = np.array([1, 2, 3], np.int32)
+    bad_calls: list[tuple[Any, dict[str, Any]]] = [
+        (prompt.astype(np.int64), {}),
+        (prompt.reshape(1, 3), {}),
+        (np.zeros(0, np.int32), {}),
+        (np.array([512], np.int32), {}),
+        (np.arange(6, dtype=np.int32)[::2], {}),
+        (prompt, {"lane": 1}),
+        (prompt, {"max_tokens": -1}),
+        (prompt, {"temperature": float("nan")}),
+        (prompt, {"top_p": 0.0}),
+        (prompt, {"n_top": 257}),
+        (prompt, {"logprob_start": 0}),
+        (prompt, {"bias_ids": np.array([1], np.int32)}),
+        (prompt, {"bias_ids": prompt, "bias": np.zeros(2, np.float32)}),
+        (prompt, {"max_tokens": 1000}),
+    ]
+    for tokens, options in bad_calls:
+        with pytest.raises((ValueError, TypeError, qkv.OutOfPages)):
+            core.add(tokens, **options)
+    for call in (core.take, core.abort):
+        with pytest.raises(ValueError, match="77"):
+            call(77)
+    assert core.step().n_rows == 0
+    ident = core.add(prompt, max_tokens=2, temperature=0.0, ignore_eos=True)
+    with pytest.raises((ValueError, qkv.Error)):
+        core.take(ident)
+    while ident not in core.step().finished:
+        pass
+    assert len(core.take(ident).token_ids) == 2
+    core.close()
+    with pytest.raises(qkv.Error, match="closed"):
+        core.step()
