@@ -1,0 +1,79 @@
+"""Chat templates: Jinja2 in a sandbox, with the helpers that the hub's templates expect."""
+
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ._core import Error
+
+
+class _Generation(Extension):
+    """{% generation %} marks the assistant's part for training; here it only passes through."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which a prompt must not have.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    helpers: dict[str, Callable[..., Any]] = {"raise_exception": _raise, "strftime_now": _now}
+    environment.globals.update(helpers)
+    return environment.from_string(source)
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """A conversation as a list of dicts, each with a role; ValueError says which is not."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise ValueError("a conversation is a list of {'role': ..., 'content': ...} mappings")
+    if not messages:
+        raise ValueError("the conversation is empty")
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {place} has no 'role': {message!r:.200}")
+    return [dict(message) for message in messages]
+
+
+def render(source: str, messages: Any, tokens: Mapping[str, str], **options: Any) -> str:
+    """The prompt text. `tokens`: bos_token, eos_token and so on."""
+    try:
+        return _compile(source).render(messages=check_messages(messages), **tokens, **options)
+    except TemplateError as error:
+        raise Error(f"chat template: {error}") from error
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        raise Error(f"chat template: {type(error).__name__}: {error}") from error

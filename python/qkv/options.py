@@ -1,0 +1,279 @@
+"""The engine's options: which values there are, and what this version makes of them."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import _core
+
+# The names that SGLang 0.5.22 takes for --quantization.
+QUANTIZATIONS = (
+    "awq", "fp8", "mxfp8", "gptq", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf", "modelopt",
+    "modelopt_fp8", "modelopt_fp4", "nvfp4_online", "modelopt_mixed", "petit_nvfp4", "w8a8_int8",
+    "w8a8_fp8", "moe_wna16", "w4afp8", "mxfp4", "auto-round", "auto-round-int8",
+    "compressed-tensors", "modelslim", "mxfp_w4a8", "quark", "quark_int4fp8_moe", "quark_mxfp4",
+    "mlx_q4", "mlx_q8", "unquant", "humming",
+)  # fmt: skip
+PAGE_TOKENS = 16
+DEFAULT_MAX_RUNNING = 64
+
+KvLayers = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A KV pool: its name and the formats of K and V in each layer."""
+
+    name: str
+    layers: KvLayers
+
+
+def one_of(name: str, value: Any, known: Sequence[str]) -> str:
+    """The value, or ValueError with the list."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(known)}")
+    return value
+
+
+def integer(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r}: an integer is needed")
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value}: must be within {low} and {high}")
+    return value
+
+
+def check_quantization(
+    quantization: str | None, prefill_quantization: str | None, container: str
+) -> None:
+    """Which weight formats there are is read from the checkpoint; a name must agree with it."""
+    if quantization is not None:
+        one_of("quantization", quantization, QUANTIZATIONS)
+        wanted = {"gguf": "gguf", "unquant": "safetensors"}.get(quantization)
+        if wanted != container:
+            raise _core.UnsupportedError(
+                f"quantization={quantization!r}: the checkpoint is {container} and this version "
+                "reads it in the format it is stored in (None, or 'gguf' for GGUF, 'unquant' for "
+                "plain safetensors)"
+            )
+    if prefill_quantization is not None:
+        raise _core.UnsupportedError(
+            f"prefill_quantization={prefill_quantization!r}: this version uses the same weights "
+            "for the prompt and the output (None)"
+        )
+
+
+def check_arithmetic(
+    *, fp8_gemm_backend: str, fp4_gemm_backend: str, activation_quant: str, query_dtype: str
+) -> None:
+    for name, value in (
+        ("fp8_gemm_backend", fp8_gemm_backend),
+        ("fp4_gemm_backend", fp4_gemm_backend),
+    ):
+        if value != "auto":
+            raise _core.UnsupportedError(
+                f"{name}={value!r}: this version has no FP8 or FP4 GEMM to choose among ('auto')"
+            )
+    one_of("activation_quant", activation_quant, ("checkpoint", "off", "int8"))
+    if activation_quant == "int8":
+        raise _core.UnsupportedError(
+            "activation_quant='int8': this version keeps activations in bf16 ('checkpoint' and "
+            "'off' are the same for its weight formats)"
+        )
+    one_of("query_dtype", query_dtype, ("bf16", "fp8_e4m3"))
+    if query_dtype != "bf16":
+        raise _core.UnsupportedError(f"query_dtype={query_dtype!r}: this version has 'bf16' only")
+
+
+def check_scales_file(path: str | os.PathLike[str] | None) -> None:
+    if path is None:
+        return
+    if not Path(path).is_file():
+        raise ValueError(f"quantization_param_path={os.fspath(path)!r}: no such file")
+    raise _core.UnsupportedError(
+        f"quantization_param_path={os.fspath(path)!r}: a bf16 KV cache has no scales to set"
+    )
+
+
+def kv_names() -> list[str]:
+    """The KV formats that can be asked for."""
+    return [name for name, _ in _core.kv_formats() if name != "float32"]
+
+
+def _kv_name(where: str, value: Any) -> str:
+    if value == "bfloat16":
+        return "bf16"
+    return one_of(where, value, kv_names())
+
+
+def _layer_range(key: Any, n_layers: int) -> range:
+    """ "5" or "0-3" (both ends count)."""
+    first, _, last = str(key).partition("-")
+    try:
+        low, high = int(first), int(last or first)
+    except ValueError:
+        raise ValueError(f"kv_cache_dtype layers {key!r}: a layer or a range as '0-3'") from None
+    if not 0 <= low <= high < n_layers:
+        raise ValueError(f"kv_cache_dtype layers {key!r}: the model has layers 0 to {n_layers - 1}")
+    return range(low, high + 1)
+
+
+def _pair(where: str, value: Any, base: tuple[str, str]) -> tuple[str, str]:
+    """K and V formats by a name or {"k": ..., "v": ...}; what is not said stays."""
+    if not isinstance(value, Mapping):
+        name = _kv_name(where, value)
+        return name, name
+    for key in value:
+        one_of(f"{where} key", key, ("k", "v"))
+    k = _kv_name(f"{where} k", value["k"]) if "k" in value else base[0]
+    v = _kv_name(f"{where} v", value["v"]) if "v" in value else base[1]
+    return k, v
+
+
+def _lane(given: Any, n_layers: int, auto: str) -> Lane:
+    if given == "auto":
+        return Lane(auto, [(auto, auto)] * n_layers)
+    if not isinstance(given, Mapping):
+        name = _kv_name("kv_cache_dtype", given)
+        return Lane(name, [(name, name)] * n_layers)
+    for key in given:
+        one_of("kv_cache_dtype key", key, ("default", "k", "v", "layers"))
+    default = given.get("default", "auto")
+    base = auto if default == "auto" else _kv_name("kv_cache_dtype default", default)
+    halves = {key: given[key] for key in ("k", "v") if key in given}
+    pair = _pair("kv_cache_dtype", halves, (base, base))
+    layers = [pair] * n_layers
+    by_layer = given.get("layers", {})
+    if not isinstance(by_layer, Mapping):
+        raise TypeError(f"kv_cache_dtype layers={by_layer!r}: a mapping is needed")
+    for key, value in by_layer.items():
+        for layer in _layer_range(key, n_layers):
+            layers[layer] = _pair(f"kv_cache_dtype layers {key!r}", value, layers[layer])
+    return Lane(_lane_name(pair, layers), layers)
+
+
+def _lane_name(pair: tuple[str, str], layers: KvLayers) -> str:
+    name = pair[0] if pair[0] == pair[1] else f"k={pair[0]},v={pair[1]}"
+    return name if all(layer == pair for layer in layers) else f"{name},mixed"
+
+
+def lanes(given: Any, n_layers: int, *, compute_dtype: str, declared: str) -> list[Lane]:
+    """kv_cache_dtype as lanes. "auto" is what the checkpoint declares, else bf16; the reference
+    arithmetic keeps its cache in float32."""
+    auto = "float32" if compute_dtype == "float32" else declared or "bf16"
+    entries = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not entries:
+        raise ValueError("kv_cache_dtype=[]: at least one lane is needed")
+    found: list[Lane] = []
+    for entry in entries:
+        lane = _lane(entry, n_layers, auto)
+        taken = [other.name for other in found]
+        name, count = lane.name, 1
+        while name in taken:
+            count += 1
+            name = f"{lane.name}#{count}"
+        found.append(Lane(name, lane.layers))
+    return found
+
+
+def token_bytes(config: Mapping[str, Any], lanes_: Sequence[Lane]) -> int:
+    """Bytes of one token over all layers and lanes (design of the pool: no gaps)."""
+    bits = dict(_core.kv_formats())
+    width = config["n_kv_heads"] * config["head_dim"]
+    total = sum(bits[k] + bits[v] for lane in lanes_ for k, v in lane.layers)
+    return max(int(width * total / 8), 1)
+
+
+def _limit(path: Path, name: str) -> int | None:
+    try:
+        text = (path / name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _cgroup_free() -> int | None:
+    """Bytes left under the tightest memory limit of this process's cgroups, if there is one."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    free: list[int] = []
+    for line in lines:
+        _, controllers, inner = line.split(":", 2)
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = root / inner.lstrip("/")
+        for level in (folder, *folder.parents):
+            if root not in (level, *level.parents):
+                break
+            limit, used = _limit(level, names[0]), _limit(level, names[1])
+            if limit is not None and used is not None:
+                free.append(max(limit - used + _reclaimable(level), 0))
+    return min(free, default=None)
+
+
+def _reclaimable(folder: Path) -> int:
+    """File pages that count as used and are given back on demand."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    stat = dict(line.split(" ", 1) for line in lines if " " in line)
+    return int(stat.get("inactive_file", 0))
+
+
+def free_memory() -> int:
+    """Bytes that this process may still use."""
+    free = 0
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    except OSError:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    inside = _cgroup_free()
+    return free if inside is None else min(free, inside)
+
+
+def pool_tokens(
+    *,
+    kv_tokens: int | None,
+    mem_fraction: float | None,
+    bytes_per_token: int,
+    needed: int,
+    weights_bytes: int,
+) -> int:
+    """Tokens of each lane's pool, whole pages. By default what the batch can need, at most a
+    quarter of the memory that the weights leave free."""
+    if kv_tokens is not None and mem_fraction is not None:
+        raise ValueError("kv_tokens and mem_fraction both set the size of the KV pool: give one")
+    if kv_tokens is not None:
+        integer("kv_tokens", kv_tokens, PAGE_TOKENS)
+        return kv_tokens // PAGE_TOKENS * PAGE_TOKENS
+    free = free_memory()
+    if mem_fraction is None:
+        budget = max(free - weights_bytes, 0) // 4
+        tokens = min(budget // bytes_per_token, needed)
+    else:
+        if isinstance(mem_fraction, bool) or not isinstance(mem_fraction, (int, float)):
+            raise TypeError(f"mem_fraction={mem_fraction!r}: a number is needed")
+        if not 0.0 < mem_fraction <= 1.0:
+            raise ValueError(f"mem_fraction={mem_fraction}: must be in (0, 1]")
+        # The fraction of the free memory for weights and cache together, as SGLang counts it.
+        budget = int(free * mem_fraction) - weights_bytes
+        tokens = min(max(budget, 0) // bytes_per_token, 2**31 - PAGE_TOKENS)
+    tokens = tokens // PAGE_TOKENS * PAGE_TOKENS
+    if tokens < PAGE_TOKENS:
+        raise MemoryError(
+            f"no room for a KV pool: {free / 2**30:.2f} GiB are free, the weights take "
+            f"{weights_bytes / 2**30:.2f} GiB, a token {bytes_per_token} bytes"
+        )
+    return tokens

@@ -1,0 +1,69 @@
+"""The progress bar: rows done and tokens per second, also where there is no terminal."""
+
+import sys
+import time
+import warnings
+from typing import Any
+
+with warnings.catch_warnings():
+    # In a notebook without ipywidgets tqdm says so and shows a text bar.
+    warnings.simplefilter("ignore")
+    from tqdm.auto import tqdm
+
+_LINE_SECONDS = 10.0
+
+
+def _in_notebook() -> bool:
+    return "ipykernel" in sys.modules
+
+
+class Progress:
+    """Rows done of a total (None: not known), tokens computed (prompt and output)."""
+
+    def __init__(self, show: bool, total: int | None, what: str = "rows") -> None:
+        self._total = total
+        self._what = what
+        self._rows = 0
+        self._tokens = 0
+        self._start = self._last = time.monotonic()
+        self._bar: Any = None
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._lines = show and sys.stderr is not None and not (terminal or _in_notebook())
+        if show and not self._lines and sys.stderr is not None:
+            self._bar = tqdm(total=total, unit="row", desc=what, dynamic_ncols=True)
+
+    def _speed(self, now: float) -> str:
+        return f"{self._tokens / max(now - self._start, 1e-9):,.0f} tokens/s"
+
+    def step(self, tokens: int) -> None:
+        """After each step of the engine."""
+        self._tokens += tokens
+        if self._bar is None and not self._lines:
+            return
+        now = time.monotonic()
+        if self._bar is not None:
+            if now - self._last > 0.5:
+                self._last = now
+                self._bar.set_postfix_str(self._speed(now), refresh=True)
+        elif now - self._last > _LINE_SECONDS:
+            self._last = now
+            self._line(now)
+
+    def rows(self, count: int = 1) -> None:
+        self._rows += count
+        if self._bar is not None:
+            self._bar.update(count)
+
+    def _line(self, now: float) -> None:
+        of = "" if self._total is None else f"/{self._total}"
+        text = f"{self._what}: {self._rows}{of}, {now - self._start:.0f} s, {self._speed(now)}"
+        print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._speed(now), refresh=True)
+            self._bar.close()
+        elif self._lines:
+            self._line(now)
+        self._bar, self._lines = None, False
