@@ -53,6 +53,7 @@ $(VENV)/dev.stamp: $(VENV)/tools.stamp pyproject.toml | $(VENV)/core.stamp
 
 dev: $(VENV)/tools.stamp
 	QKV_DEBUG=1 QKV_WERROR=1 $(BIN)/pip install --no-build-isolation -e ".[dev]"
+	@touch $(VENV)/core.stamp $(VENV)/test.stamp $(VENV)/dev.stamp
 
 # ---- the two commands -----------------------------------------------------------------------
 
