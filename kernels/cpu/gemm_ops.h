@@ -1,0 +1,64 @@
+/* Kernels of linear: packing of activations (with the prologue), GEMM over packed weights, norms. The
+ * part of an instruction set's table that body_norm.inc and body_gemm.inc fill.
+ *
+ * One output element is one chain of fused multiply-adds over k in rising order, per scale group; a
+ * group's sum then goes into the total by fma(scale, sum, total), then fma(min, sum of x, total).
+ * This order is the same for one row and for a thousand. avx512bf16 takes k in pairs (vdpbf16ps),
+ * the others give the same bits as each other, because products of bf16 and of codes are exact. */
+#ifndef QKV_CPU_GEMM_OPS_H
+#define QKV_CPU_GEMM_OPS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "backend/backend.h"
+#include "cpu_weight.h"
+
+/* From rows of fp32 to packed activations: [k blocks][n_rows][QKV_K_BLOCK cells + 64 bytes]. A cell is
+ * a float (rounded to bf16 or not) or a bf16. The 64 bytes keep rows out of each other's cache sets,
+ * and the constant distance lets a kernel reach all rows of a tile from one pointer. */
+struct qkv_cpu_pack {
+    const float *x; /* [*, x_stride] */
+    size_t x_stride;
+    const int32_t *row_index; /* [n_rows] or NULL */
+    int32_t n_rows;
+    int32_t k;
+    enum qkv_prologue prologue;
+    const float *norm; /* [k] */
+    enum qkv_act act;
+    bool round; /* to bf16 */
+    void *packed;
+    int32_t n_sums; /* sums over groups of the packed values, for weights with minima */
+    int32_t sum_group[QKV_WEIGHTS_MAX];
+    float *sums[QKV_WEIGHTS_MAX]; /* [n_rows, k / group] */
+};
+
+struct qkv_cpu_gemm {
+    const struct qkv_weight *weight;
+    int32_t n_rows;
+    const void *x;     /* packed activations */
+    const float *sums; /* [n_rows, n_groups], or NULL if the weight has no minima */
+    float *y;          /* [n_rows, y_stride], at the weight's first column */
+    size_t y_stride;
+    const float *bias; /* [n_out] or NULL */
+    bool add;          /* y += result */
+    float softcap;     /* result = softcap * tanh(result / softcap), 0: none */
+};
+
+struct qkv_cpu_gemm_ops {
+    size_t cell_bytes; /* of packed activations */
+    /* The table for compute_dtype float32, NULL: this one. */
+    const struct qkv_cpu_gemm_ops *f32;
+    /* 1 / sqrt(mean(x^2) + eps) */
+    float (*norm_scale)(const float *x, int32_t n, float eps);
+    /* Block `k_block` of row `row`; `scale` is norm_scale of the row (RMSNORM only). */
+    void (*pack)(const struct qkv_cpu_pack *args, int32_t row, int32_t k_block, float scale);
+    /* x += y * scale * norm */
+    void (*norm_add)(float *x, const float *y, const float *norm, float scale, int32_t n);
+    /* Columns of panels [begin, end) for all rows. `scratch`: scratch_bytes(n_rows), 64-aligned. */
+    void (*gemm)(const struct qkv_cpu_gemm *args, int32_t begin, int32_t end, void *scratch);
+    size_t (*scratch_bytes)(int32_t n_rows);
+};
+
+#endif

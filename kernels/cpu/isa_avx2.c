@@ -1,0 +1,8 @@
+/* AVX2, FMA, F16C. */
+#include "vec_avx2.h"
+
+#define ISA(x) x##_avx2
+#define ISA_NAME "avx2"
+#define GEMM_F32 NULL
+
+#include "body_table.inc"

@@ -1,0 +1,8 @@
+/* AVX-512 F, BW, DQ, VL, VNNI: bf16 products by two FMAs per pair. */
+#include "vec_avx512.h"
+
+#define ISA(x) x##_avx512
+#define ISA_NAME "avx512"
+#define GEMM_F32 NULL
+
+#include "body_table.inc"

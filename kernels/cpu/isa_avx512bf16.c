@@ -1,0 +1,10 @@
+/* AVX-512 as isa_avx512.c, and BF16: a pair of bf16 products in one instruction. */
+#include "vec_avx512.h"
+
+#define ISA(x) x##_avx512bf16
+#define ISA_NAME "avx512bf16"
+#define GEMM_F32 &qkv_cpu_ops_avx512.gemm
+
+#include "special_bf16.inc"
+
+#include "body_table.inc"

@@ -1,0 +1,8 @@
+/* plain C, the definition that the others are tested against. */
+#include "vec_scalar.h"
+
+#define ISA(x) x##_scalar
+#define ISA_NAME "scalar"
+#define GEMM_F32 NULL
+
+#include "body_table.inc"
