@@ -14,7 +14,9 @@ enum qkv_seq_state {
     QKV_SEQ_FINISHED
 };
 
-/* Fields up to the line are the engine's to read; the scheduler alone writes them. */
+/* Fields up to the line are the engine's to read. It sets id, lane, n_reuse_limit and user between
+ * create and add; from then on the scheduler alone writes. `tokens` and `pages` may move at any call
+ * of the scheduler. */
 struct qkv_seq {
     int64_t id;
     int32_t lane;
@@ -26,7 +28,8 @@ struct qkv_seq {
     int32_t n_cached;       /* positions whose keys and values are in the pages */
     int32_t n_first_cached; /* of these, found in the prefix tree at the first admission */
     int32_t n_reuse_limit;  /* at most this many positions may come from the prefix tree: positions
-                               from here on must be computed because their logits are wanted */
+                               from here on must be computed because their logits are wanted;
+                               INT32_MAX after create */
     int32_t n_retractions;
     int32_t *pages; /* [n_pages] ids in the lane's pool */
     int32_t n_pages;
@@ -34,9 +37,10 @@ struct qkv_seq {
     /* ---- */
     int32_t tokens_capacity;
     int32_t pages_capacity;
-    int64_t order; /* of submission */
+    int64_t order; /* of submission; -1 before */
     struct qkv_radix_node *node; /* end of the locked path in the prefix tree */
     int32_t n_shared_pages;      /* first pages that belong to the tree, not to this sequence */
+    int64_t slot;                /* in the sorted part of the queue; -1: not there */
     struct qkv_seq *prev, *next; /* of the list it is in */
 };
 

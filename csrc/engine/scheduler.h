@@ -41,7 +41,8 @@ struct qkv_step {
     const struct qkv_slice *slices; /* [n_slices], owned by the scheduler until the next plan */
     int32_t n_slices;
     int32_t n_rows;
-    const int32_t *new_pages; /* pages to zero before the step, of lane l: new_pages[new_first[l]] */
+    const int32_t *new_pages; /* pages to zero before the step, of lane l: new_pages[new_first[l]]
+                                 to new_pages[new_first[l + 1] - 1]; again after a cancel */
     const int32_t *new_first; /* [n_lanes + 1] */
     int32_t n_retracted;      /* in this plan */
 };
@@ -53,7 +54,8 @@ struct qkv_scheduler_counts {
     int64_t n_evictable_pages; /* held by prefix trees only */
     int64_t n_pages;
     int64_t n_retractions;     /* ever */
-    int64_t n_prefill_rows;    /* ever, recomputation included */
+    int64_t n_prefill_rows;    /* ever, recomputation included: all rows but those of a token that
+                                  was sampled and has not been in the cache since */
     int64_t n_reused_tokens;   /* ever, found in a prefix tree */
 };
 
