@@ -15,7 +15,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test dev check format format-check lint layers stubs ctests asan ubsan tsan \
-	pytest-fast pytest-asan fuzz fuzz-replay isa bench soak dist clean
+	pytest-fast pytest-asan fuzz fuzz-replay isa bench soak soak-models \
+	dist clean
 
 help:
 	@echo "make demo          a real model answers a batch of GSM8K questions on this machine's CPU"
@@ -131,7 +132,12 @@ isa: $(VENV)/test.stamp
 bench: $(VENV)/core.stamp
 	for file in tests/bench/bench_*.py; do $(BIN)/python $$file || exit 1; done
 
-soak: $(VENV)/test.stamp
+# Gemma-3-270M and Qwen2.5-Coder-0.5B (740 MB), into the cache folder where the tests look.
+soak-models: $(VENV)/core.stamp
+	$(BIN)/python tests/tools/soak_models.py $${XDG_CACHE_HOME:-$$HOME/.cache}/qkv
+	$(BIN)/qkv demo-model
+
+soak: $(VENV)/test.stamp soak-models
 	$(BIN)/python -m pytest -q tests --soak
 	for target in $(patsubst tests/fuzz/fuzz_%.c,%,$(wildcard tests/fuzz/fuzz_*.c)); do \
 		$(CTESTS) --fuzz $$target --seconds 300 || exit 1; \
