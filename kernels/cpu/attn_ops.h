@@ -1,0 +1,119 @@
+/* Kernels of attention, rotation, the KV formats and sampling: the part of an instruction set's table
+ * that body_rope.inc, body_kv.inc, body_attn.inc and body_sample.inc fill. Each of these files defines
+ * static functions named ISA(name) for the fields below. */
+#ifndef QKV_CPU_ATTN_OPS_H
+#define QKV_CPU_ATTN_OPS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kv/kv_formats.h"
+
+enum {
+    /* Keys that are attended to before the running maximum, sum and output are brought up to date.
+     * Segments start at multiples of it, so that a row's additions do not depend on how its
+     * sequence was cut. A multiple of QKV_PAGE_TOKENS. */
+    QKV_ATTN_SEGMENT = 256,
+    QKV_ATTN_SEGMENT_PAGES = QKV_ATTN_SEGMENT / QKV_PAGE_TOKENS,
+    /* Most query rows (tokens x heads that share a KV head) of a unit of work, unless one token alone
+     * has more. */
+    QKV_ATTN_ROWS = 64,
+    QKV_ATTN_TOKENS = 16, /* most tokens of a unit; divides QKV_ATTN_SEGMENT */
+    QKV_ATTN_PAD = 16     /* channels of a head are stored padded with zeros to a multiple of it */
+};
+
+struct qkv_cpu_kv_layer;
+
+/* What all units of one attention operation share. */
+struct qkv_attn_call {
+    int32_t n_heads;
+    int32_t n_kv_heads;
+    int32_t group; /* n_heads / n_kv_heads */
+    int32_t k_dim;
+    int32_t v_dim;
+    const float *qkv; /* [n_rows, qkv_stride]: q of all heads, k, v of all KV heads */
+    size_t qkv_stride;
+    float *out; /* [n_rows, out_stride]: all heads */
+    size_t out_stride;
+    const float *q_norm; /* [padded k_dim] or NULL */
+    const float *k_norm;
+    float norm_eps;
+    const float *rope_cos; /* [n_rows, n_pairs] or NULL */
+    const float *rope_sin;
+    int32_t n_pairs;
+    bool interleaved;
+    float scale;
+    float softcap;  /* 0: none */
+    int32_t window; /* 0: none */
+};
+
+/* A sequence's rows, see struct qkv_batch_seq. */
+struct qkv_attn_seq {
+    const struct qkv_cpu_kv_layer *kv;
+    const int32_t *pages;
+    int32_t first_row;
+    int32_t first_pos;
+    int32_t n_rows;
+};
+
+/* Memory of one thread, 64-byte aligned, contents undefined. R: rows of the largest unit, D: the
+ * padded k_dim, V: the padded v_dim. */
+struct qkv_attn_work {
+    float *x;      /* [max(D, V)] */
+    float *q;      /* [R, D] floats, or bf16 in the same place */
+    float *s;      /* [R, QKV_ATTN_SEGMENT] scores, then weights */
+    float *o;      /* [R, V] */
+    float *o_part; /* [R, V] */
+    float *m;      /* [R] */
+    float *l;      /* [R] */
+    float *m_part; /* [R] */
+    float *l_part; /* [R] */
+    void *k_tile;  /* [QKV_ATTN_SEGMENT_PAGES] decoded pages of keys, up to 4 bytes a channel */
+    void *v_tile;
+};
+
+/* How one KV format is written and read, in one arithmetic. A page is 16 tokens of one head; `dim` is
+ * the padded dimension. What the attention kernel computes with ("operand pages"):
+ *   bf16  K [dim/2][16 tokens][2 channels], V [8 token pairs][dim][2 tokens]
+ *   f32   K [dim][16 tokens],               V [16 tokens][dim]
+ * A load function turns a stored page into an operand page. */
+struct qkv_cpu_kv_codec {
+    /* x is multiplied by inv_scale before it is encoded. NULL: this format is not built. */
+    void (*store_k)(void *page, int32_t slot, const float *x, int32_t dim, float inv_scale);
+    void (*store_v)(void *page, int32_t slot, const float *x, int32_t dim, float inv_scale);
+    bool direct_bf16; /* a stored page is an operand page of the bf16 arithmetic */
+    bool direct_f32;
+    void (*load_k_bf16)(const void *page, int32_t dim, uint16_t *operand); /* NULL: no such path */
+    void (*load_v_bf16)(const void *page, int32_t dim, uint16_t *operand);
+    void (*load_k_f32)(const void *page, int32_t dim, float *operand);
+    void (*load_v_f32)(const void *page, int32_t dim, float *operand);
+};
+
+/* Log-sum-exp of a row and what else one pass gives. */
+struct qkv_logits_stats {
+    float max;
+    double sum; /* of exp(logit - max) over the row; the maximum's own term is exactly 1 */
+    bool finite; /* no NaN, the maximum finite */
+};
+
+struct qkv_cpu_attn_ops {
+    /* x[0 .. 2 * n_pairs) rotated in place. */
+    void (*rope)(float *x, const float *rope_cos, const float *rope_sin, int32_t n_pairs,
+                 bool interleaved);
+    /* Keys and values of tokens [begin, end) of the sequence, all heads. */
+    void (*store)(const struct qkv_attn_call *call, const struct qkv_attn_seq *seq, int32_t begin,
+                  int32_t end, const struct qkv_attn_work *work);
+    /* Queries of tokens [begin, end) that share KV head `head`. At most QKV_ATTN_TOKENS tokens. */
+    void (*attend_bf16)(const struct qkv_attn_call *call, const struct qkv_attn_seq *seq,
+                        int32_t head, int32_t begin, int32_t end,
+                        const struct qkv_attn_work *work);
+    void (*attend_f32)(const struct qkv_attn_call *call, const struct qkv_attn_seq *seq,
+                       int32_t head, int32_t begin, int32_t end, const struct qkv_attn_work *work);
+    void (*logits_stats)(const float *x, int32_t n, struct qkv_logits_stats *out);
+    /* w[i] = exp((z[i] - max) * inv_temperature) */
+    void (*logits_weights)(const float *z, int32_t n, float max, float inv_temperature, float *w);
+    struct qkv_cpu_kv_codec kv[QKV_KV_FORMAT_COUNT];
+};
+
+#endif

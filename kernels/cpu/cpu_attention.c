@@ -1,0 +1,368 @@
+/* Attention of one layer: cuts the batch into units and runs them.
+ *
+ * One parallel region with two phases: all threads write the keys and values of the batch's rows into
+ * the cache; after a barrier they attend. Units of the first phase are the tokens of one page (so that
+ * no two threads write to one page), units of the second are (sequence, KV head, up to 16 tokens at
+ * positions between two multiples of 16). Each thread takes a contiguous part of the units, cut by
+ * their estimated cost; a unit's result does not depend on the cut. */
+#include <string.h>
+
+#include "base/mem.h"
+#include "cpu_device.h"
+#include "cpu_kv.h"
+#include "ops.h"
+
+struct store_unit {
+    int32_t seq;
+    int32_t begin; /* tokens of the sequence's rows */
+    int32_t end;
+};
+
+struct attend_unit {
+    int32_t seq;
+    int32_t head;
+    int32_t begin;
+    int32_t end;
+};
+
+struct plan {
+    const struct qkv_cpu_attn_ops *ops;
+    struct qkv_threads *threads;
+    bool compute_f32;
+    struct qkv_attn_call call;
+    struct qkv_attn_seq *seqs;
+    struct store_unit *stores;
+    struct attend_unit *attends;
+    size_t n_stores;
+    size_t n_attends;
+    size_t *attend_cut; /* [n_threads + 1]: first unit of each thread */
+    size_t n_threads;
+    size_t max_rows; /* of a unit */
+    uint8_t *work;
+    size_t work_stride; /* bytes of a thread's area */
+};
+
+/* ---- checks ---- */
+
+static enum qkv_status check_sequence(struct qkv_error *err, const struct qkv_batch *batch,
+                                      int32_t index, int32_t layer)
+{
+    const struct qkv_batch_seq *seq = &batch->seqs[index];
+    if (seq->lane < 0 || seq->lane >= batch->n_lanes) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "sequence %d: lane %d, the batch has %d", index,
+                        seq->lane, batch->n_lanes);
+    }
+    const struct qkv_kv *kv = batch->lanes[seq->lane];
+    if (layer < 0 || layer >= kv->n_layers) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "attention: layer %d, the KV pool has %d", layer,
+                        kv->n_layers);
+    }
+    if (seq->n_rows < 1 || seq->first_row < 0 || seq->n_rows > batch->n_rows - seq->first_row) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "sequence %d: rows %d to %lld, the batch has %d",
+                        index, seq->first_row, (long long)seq->first_row + seq->n_rows,
+                        batch->n_rows);
+    }
+    int64_t n_positions = (int64_t)seq->first_pos + seq->n_rows;
+    if (seq->first_pos < 0 || n_positions > (int64_t)seq->n_pages * QKV_PAGE_TOKENS) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "sequence %d: positions %d to %lld do not fit into its %d pages", index,
+                        seq->first_pos, (long long)n_positions - 1, seq->n_pages);
+    }
+    for (int32_t i = 0; i < seq->n_pages; i++) {
+        if (seq->pages[i] < 0 || seq->pages[i] >= kv->n_pages) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "sequence %d: page %d, the pool has %d", index,
+                            seq->pages[i], kv->n_pages);
+        }
+    }
+    return QKV_OK;
+}
+
+/* All lanes of a layer have the same shape; only their formats differ. */
+static enum qkv_status check_call(struct qkv_error *err, const struct qkv_batch *batch,
+                                  const struct qkv_attention *args)
+{
+    const struct qkv_kv_layer *first = NULL;
+    for (int32_t i = 0; i < batch->n_seqs; i++) {
+        QKV_TRY(check_sequence(err, batch, i, args->layer));
+        const struct qkv_kv_layer *desc =
+            &batch->lanes[batch->seqs[i].lane]->layers[args->layer].desc;
+        first = first == NULL ? desc : first;
+        if (desc->n_kv_heads != first->n_kv_heads || desc->k_dim != first->k_dim ||
+            desc->v_dim != first->v_dim) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: the lanes' KV pools differ in shape",
+                            args->layer);
+        }
+    }
+    if (args->n_heads < 1 || args->n_heads % first->n_kv_heads != 0) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "layer %d: %d heads, must be a multiple of the %d KV heads", args->layer,
+                        args->n_heads, first->n_kv_heads);
+    }
+    if (args->rope != NULL && 2 * args->rope->n_pairs > first->k_dim) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: rope turns %d channels, the head has %d",
+                        args->layer, 2 * args->rope->n_pairs, first->k_dim);
+    }
+    size_t n_rows = (size_t)batch->n_rows;
+    size_t n_heads = (size_t)args->n_heads;
+    size_t k_dim = (size_t)first->k_dim;
+    size_t v_dim = (size_t)first->v_dim;
+    size_t qkv_dim = n_heads * k_dim + (size_t)first->n_kv_heads * (k_dim + v_dim);
+    if (args->qkv->n_bytes < n_rows * qkv_dim * sizeof(float) ||
+        args->out->n_bytes < n_rows * n_heads * v_dim * sizeof(float)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a buffer is too small for %d rows",
+                        args->layer, batch->n_rows);
+    }
+    if ((args->q_norm != NULL && args->q_norm->n_bytes < k_dim * sizeof(float)) ||
+        (args->k_norm != NULL && args->k_norm->n_bytes < k_dim * sizeof(float))) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a head norm has fewer than %d weights",
+                        args->layer, first->k_dim);
+    }
+    return QKV_OK;
+}
+
+/* ---- the plan ---- */
+
+static int32_t unit_tokens(int32_t group)
+{
+    int32_t n_tokens = QKV_ATTN_TOKENS;
+    while (n_tokens > 1 && n_tokens * group > QKV_ATTN_ROWS) {
+        n_tokens /= 2;
+    }
+    return n_tokens;
+}
+
+/* Tokens up to the next position that is a multiple of `step`. */
+static int32_t next_cut(const struct qkv_attn_seq *seq, int32_t begin, int32_t step)
+{
+    int32_t end = begin + step - (seq->first_pos + begin) % step;
+    return end < seq->n_rows ? end : seq->n_rows;
+}
+
+static size_t n_cuts(const struct qkv_batch_seq *seq, int32_t step)
+{
+    return (size_t)((seq->first_pos + seq->n_rows - 1) / step - seq->first_pos / step + 1);
+}
+
+/* Keys that a unit reads, times its rows, plus what a unit costs anyway. */
+static size_t unit_cost(const struct plan *plan, const struct attend_unit *unit)
+{
+    const struct qkv_attn_seq *seq = &plan->seqs[unit->seq];
+    int32_t n_tokens = unit->end - unit->begin;
+    int32_t n_keys = seq->first_pos + unit->end;
+    int32_t window = plan->call.window;
+    if (window > 0 && n_keys > window && n_keys - window > n_tokens) {
+        n_keys = window + n_tokens;
+    }
+    /* One row alone waits for memory about as long as four compute. */
+    size_t rows = (size_t)n_tokens * (size_t)plan->call.group;
+    return (size_t)(n_keys + 16) * (rows < 4 ? 4 : rows);
+}
+
+static void cut_units(struct plan *plan)
+{
+    size_t total = 0;
+    for (size_t i = 0; i < plan->n_attends; i++) {
+        total += unit_cost(plan, &plan->attends[i]);
+    }
+    size_t sum = 0;
+    size_t thread = 0;
+    for (size_t i = 0; i < plan->n_attends; i++) {
+        size_t cost = unit_cost(plan, &plan->attends[i]);
+        /* A unit belongs to the thread in whose share its middle lies. */
+        while (thread <= plan->n_threads &&
+               (double)sum + 0.5 * (double)cost >=
+                   (double)total * (double)thread / (double)plan->n_threads) {
+            plan->attend_cut[thread++] = i;
+        }
+        sum += cost;
+    }
+    while (thread <= plan->n_threads) {
+        plan->attend_cut[thread++] = plan->n_attends;
+    }
+    plan->attend_cut[0] = 0;
+}
+
+static void fill_units(struct plan *plan, const struct qkv_batch *batch, int32_t layer)
+{
+    int32_t n_tokens = unit_tokens(plan->call.group);
+    size_t n_stores = 0;
+    size_t n_attends = 0;
+    for (int32_t i = 0; i < batch->n_seqs; i++) {
+        const struct qkv_batch_seq *from = &batch->seqs[i];
+        struct qkv_attn_seq *seq = &plan->seqs[i];
+        *seq = (struct qkv_attn_seq){
+            .kv = &batch->lanes[from->lane]->layers[layer],
+            .pages = from->pages,
+            .first_row = from->first_row,
+            .first_pos = from->first_pos,
+            .n_rows = from->n_rows,
+        };
+        for (int32_t begin = 0; begin < seq->n_rows;) {
+            int32_t end = next_cut(seq, begin, QKV_PAGE_TOKENS);
+            plan->stores[n_stores++] = (struct store_unit){i, begin, end};
+            begin = end;
+        }
+        for (int32_t head = 0; head < plan->call.n_kv_heads; head++) {
+            for (int32_t begin = 0; begin < seq->n_rows;) {
+                int32_t end = next_cut(seq, begin, n_tokens);
+                plan->attends[n_attends++] = (struct attend_unit){i, head, begin, end};
+                begin = end;
+            }
+        }
+    }
+    plan->n_stores = n_stores;
+    plan->n_attends = n_attends;
+}
+
+/* Hands out 64-byte aligned pieces of one block; with no base it only counts. */
+struct carver {
+    uint8_t *base;
+    size_t used;
+};
+
+static void *carve(struct carver *carver, size_t n_bytes)
+{
+    void *piece = carver->base == NULL ? NULL : carver->base + carver->used;
+    carver->used += qkv_round_up(n_bytes, 64);
+    return piece;
+}
+
+static void carve_work(struct carver *carver, const struct plan *plan, struct qkv_attn_work *work)
+{
+    size_t rows = plan->max_rows;
+    size_t k_pad = qkv_round_up((size_t)plan->call.k_dim, QKV_ATTN_PAD);
+    size_t v_pad = qkv_round_up((size_t)plan->call.v_dim, QKV_ATTN_PAD);
+    work->x = carve(carver, (k_pad > v_pad ? k_pad : v_pad) * sizeof(float));
+    work->q = carve(carver, rows * k_pad * sizeof(float));
+    work->s = carve(carver, rows * QKV_ATTN_SEGMENT * sizeof(float));
+    work->o = carve(carver, rows * v_pad * sizeof(float));
+    work->o_part = carve(carver, rows * v_pad * sizeof(float));
+    work->m = carve(carver, rows * sizeof(float));
+    work->l = carve(carver, rows * sizeof(float));
+    work->m_part = carve(carver, rows * sizeof(float));
+    work->l_part = carve(carver, rows * sizeof(float));
+    work->k_tile = carve(carver, QKV_ATTN_SEGMENT * k_pad * sizeof(float));
+    work->v_tile = carve(carver, QKV_ATTN_SEGMENT * v_pad * sizeof(float));
+}
+
+static float *padded_norm(struct carver *carver, const struct qkv_buffer *norm, int32_t k_dim)
+{
+    size_t k_pad = qkv_round_up((size_t)k_dim, QKV_ATTN_PAD);
+    float *padded = carve(carver, k_pad * sizeof(float));
+    if (padded == NULL || norm == NULL) {
+        return NULL;
+    }
+    memset(padded, 0, k_pad * sizeof(float));
+    memcpy(padded, norm->data, (size_t)k_dim * sizeof(float));
+    return padded;
+}
+
+/* Called twice, without and with memory. */
+static void carve_plan(struct carver *carver, struct plan *plan, const struct qkv_batch *batch,
+                       const struct qkv_attention *args)
+{
+    size_t n_stores = 0;
+    size_t n_attends = 0;
+    for (int32_t i = 0; i < batch->n_seqs; i++) {
+        n_stores += n_cuts(&batch->seqs[i], QKV_PAGE_TOKENS);
+        n_attends += n_cuts(&batch->seqs[i], unit_tokens(plan->call.group)) *
+                     (size_t)plan->call.n_kv_heads;
+    }
+    plan->seqs = carve(carver, (size_t)batch->n_seqs * sizeof *plan->seqs);
+    plan->stores = carve(carver, n_stores * sizeof *plan->stores);
+    plan->attends = carve(carver, n_attends * sizeof *plan->attends);
+    plan->attend_cut = carve(carver, (plan->n_threads + 1) * sizeof *plan->attend_cut);
+    plan->call.q_norm = padded_norm(carver, args->q_norm, plan->call.k_dim);
+    plan->call.k_norm = padded_norm(carver, args->k_norm, plan->call.k_dim);
+}
+
+static void fill_call(struct qkv_attn_call *call, const struct qkv_kv_layer *desc,
+                      const struct qkv_attention *args)
+{
+    size_t n_heads = (size_t)args->n_heads;
+    size_t k_dim = (size_t)desc->k_dim;
+    size_t v_dim = (size_t)desc->v_dim;
+    *call = (struct qkv_attn_call){
+        .n_heads = args->n_heads,
+        .n_kv_heads = desc->n_kv_heads,
+        .group = args->n_heads / desc->n_kv_heads,
+        .k_dim = desc->k_dim,
+        .v_dim = desc->v_dim,
+        .qkv = args->qkv->data,
+        .qkv_stride = n_heads * k_dim + (size_t)desc->n_kv_heads * (k_dim + v_dim),
+        .out = args->out->data,
+        .out_stride = n_heads * v_dim,
+        .norm_eps = args->norm_eps,
+        .scale = args->scale,
+        .softcap = args->softcap,
+        .window = args->window,
+    };
+    if (args->rope != NULL) {
+        call->rope_cos = args->rope->batch_cos;
+        call->rope_sin = args->rope->batch_sin;
+        call->n_pairs = args->rope->n_pairs;
+        call->interleaved = args->rope->style == QKV_ROPE_INTERLEAVED;
+    }
+}
+
+/* ---- the region ---- */
+
+static void run_phases(void *ctx, size_t begin, size_t end, int thread)
+{
+    const struct plan *plan = ctx;
+    size_t t = (size_t)thread;
+    struct qkv_attn_work work;
+    struct carver carver = {plan->work + t * plan->work_stride, 0};
+    (void)begin;
+    (void)end;
+    carve_work(&carver, plan, &work);
+    for (size_t i = plan->n_stores * t / plan->n_threads;
+         i < plan->n_stores * (t + 1) / plan->n_threads; i++) {
+        const struct store_unit *unit = &plan->stores[i];
+        plan->ops->store(&plan->call, &plan->seqs[unit->seq], unit->begin, unit->end, &work);
+    }
+    qkv_threads_barrier(plan->threads);
+    for (size_t i = plan->attend_cut[t]; i < plan->attend_cut[t + 1]; i++) {
+        const struct attend_unit *unit = &plan->attends[i];
+        (plan->compute_f32 ? plan->ops->attend_f32 : plan->ops->attend_bf16)(
+            &plan->call, &plan->seqs[unit->seq], unit->head, unit->begin, unit->end, &work);
+    }
+}
+
+enum qkv_status qkv_cpu_attention(struct qkv_error *err, struct qkv_device *dev,
+                                  const struct qkv_attention *args)
+{
+    const struct qkv_batch *batch = dev->batch;
+    if (batch == NULL) {
+        return qkv_fail(err, QKV_ERR_STATE, "attention: no batch was begun");
+    }
+    if (batch->n_seqs == 0) {
+        return QKV_OK;
+    }
+    QKV_TRY(check_call(err, batch, args));
+    struct plan plan = {
+        .ops = &dev->ops->attn,
+        .threads = dev->threads,
+        .compute_f32 = dev->compute == QKV_COMPUTE_F32,
+        .n_threads = (size_t)qkv_threads_count(dev->threads),
+    };
+    fill_call(&plan.call, &batch->lanes[batch->seqs[0].lane]->layers[args->layer].desc, args);
+    plan.max_rows = (size_t)(unit_tokens(plan.call.group) * plan.call.group);
+
+    struct carver carver = {NULL, 0};
+    struct qkv_attn_work counted;
+    void *block = NULL;
+    carve_work(&carver, &plan, &counted);
+    plan.work_stride = carver.used;
+    QKV_TRY(qkv_cpu_scratch_get(err, dev, QKV_SCRATCH_ATTENTION, plan.work_stride * plan.n_threads,
+                                &block));
+    plan.work = block;
+    carver = (struct carver){NULL, 0};
+    carve_plan(&carver, &plan, batch, args);
+    QKV_TRY(qkv_cpu_scratch_get(err, dev, QKV_SCRATCH_ATTENTION_PLAN, carver.used, &block));
+    carver = (struct carver){block, 0};
+    carve_plan(&carver, &plan, batch, args);
+    fill_units(&plan, batch, args->layer);
+    cut_units(&plan);
+    return qkv_threads_run_all(err, dev->threads, run_phases, &plan);
+}

@@ -1,0 +1,305 @@
+/* KV pools (one block for the keys and one for the values of each layer, resident page by page as
+ * they are first written) and the tables of the rotary embeddings. */
+#include "cpu_kv.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/mem.h"
+#include "cpu_device.h"
+#include "ops.h"
+
+/* ---- ropes ---- */
+
+enum qkv_status qkv_cpu_rope_create(struct qkv_error *err, struct qkv_device *dev,
+                                    const struct qkv_rope_desc *desc, struct qkv_rope **out)
+{
+    if (desc->n_pairs < 1) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "rope: %d pairs, at least 1", desc->n_pairs);
+    }
+    struct qkv_rope *rope = NULL;
+    QKV_TRY(qkv_calloc(err, 1, sizeof *rope, (void **)&rope));
+    size_t n_bytes = (size_t)desc->n_pairs * sizeof(float);
+    void *freq = NULL;
+    enum qkv_status status = dev->allocator.alloc(err, dev->allocator.ctx, n_bytes, &freq);
+    if (status != QKV_OK) {
+        free(rope);
+        return status;
+    }
+    memcpy(freq, desc->inv_freq, n_bytes);
+    rope->n_pairs = desc->n_pairs;
+    rope->mscale = desc->mscale;
+    rope->style = desc->style;
+    rope->inv_freq = freq;
+    rope->next = dev->ropes;
+    dev->ropes = rope;
+    *out = rope;
+    return QKV_OK;
+}
+
+void qkv_cpu_rope_destroy(struct qkv_device *dev, struct qkv_rope *rope)
+{
+    if (rope == NULL) {
+        return;
+    }
+    for (struct qkv_rope **link = &dev->ropes; *link != NULL; link = &(*link)->next) {
+        if (*link == rope) {
+            *link = rope->next;
+            break;
+        }
+    }
+    dev->allocator.free(dev->allocator.ctx, rope->inv_freq,
+                        (size_t)rope->n_pairs * sizeof(float));
+    free(rope);
+}
+
+/* The angle is an fp32 product as the reference models have it; its cosine and sine come from double
+ * precision, so that they do not depend on a vector library. */
+static void rope_rows(void *ctx, size_t begin, size_t end, int thread)
+{
+    const struct qkv_device *dev = ctx;
+    const int32_t *positions = dev->batch->positions;
+    (void)thread;
+    for (const struct qkv_rope *rope = dev->ropes; rope != NULL; rope = rope->next) {
+        size_t n_pairs = (size_t)rope->n_pairs;
+        double mscale = rope->mscale;
+        for (size_t row = begin; row < end; row++) {
+            float position = (float)positions[row];
+            float *cos_row = rope->batch_cos + row * n_pairs;
+            float *sin_row = rope->batch_sin + row * n_pairs;
+            for (size_t i = 0; i < n_pairs; i++) {
+                float angle = position * rope->inv_freq[i];
+                cos_row[i] = (float)(cos((double)angle) * mscale);
+                sin_row[i] = (float)(sin((double)angle) * mscale);
+            }
+        }
+    }
+}
+
+enum qkv_status qkv_cpu_rope_begin(struct qkv_error *err, struct qkv_device *dev)
+{
+    if (dev->ropes == NULL || dev->batch->n_rows == 0) {
+        return QKV_OK;
+    }
+    size_t n_rows = (size_t)dev->batch->n_rows;
+    size_t n_floats = 0;
+    for (const struct qkv_rope *rope = dev->ropes; rope != NULL; rope = rope->next) {
+        n_floats += 2 * n_rows * (size_t)rope->n_pairs;
+    }
+    void *table = NULL;
+    QKV_TRY(qkv_cpu_scratch_get(err, dev, QKV_SCRATCH_ROPE, n_floats * sizeof(float), &table));
+    float *next = table;
+    for (struct qkv_rope *rope = dev->ropes; rope != NULL; rope = rope->next) {
+        rope->batch_cos = next;
+        next += n_rows * (size_t)rope->n_pairs;
+        rope->batch_sin = next;
+        next += n_rows * (size_t)rope->n_pairs;
+    }
+    /* A decode step's few hundred angles take less time than waking the other threads. */
+    return qkv_threads_run_grain(err, dev->threads, n_rows, 16, rope_rows, dev);
+}
+
+/* ---- pools ---- */
+
+/* Whether this build can attend over one stored format in the device's arithmetic. */
+static enum qkv_status check_format(struct qkv_error *err, const struct qkv_device *dev,
+                                    const char *what, enum qkv_kv_format format)
+{
+    if ((unsigned)format >= QKV_KV_FORMAT_COUNT) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: KV format number %d, at most %d", what,
+                        (int)format, QKV_KV_FORMAT_COUNT - 1);
+    }
+    const struct qkv_cpu_kv_codec *codec = &dev->ops->attn.kv[format];
+    bool readable = dev->compute == QKV_COMPUTE_F32
+                        ? codec->direct_f32 || codec->load_k_f32 != NULL
+                        : codec->direct_bf16 || codec->load_k_bf16 != NULL;
+    if (codec->store_k == NULL || !readable) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "%s: the cpu backend has no KV format %s with compute_dtype %s", what,
+                        qkv_kv_format_traits(format)->name,
+                        dev->compute == QKV_COMPUTE_F32 ? "float32" : "bf16");
+    }
+    return QKV_OK;
+}
+
+/* Bounds that keep every size below far from overflow. */
+enum { MAX_HEADS = 1 << 16, MAX_DIM = 1 << 14 };
+
+static enum qkv_status check_shape(struct qkv_error *err, const char *what, int32_t value,
+                                   int32_t most)
+{
+    if (value < 1 || value > most) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "KV layer: %s is %d, must be 1 to %d", what, value,
+                        most);
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cpu_kv_supports(struct qkv_error *err, const struct qkv_device *dev,
+                                    const struct qkv_support_query *query)
+{
+    if (query->k_format == QKV_KV_FORMAT_COUNT && query->v_format == QKV_KV_FORMAT_COUNT) {
+        return QKV_OK;
+    }
+    QKV_TRY(check_format(err, dev, "keys", query->k_format));
+    QKV_TRY(check_format(err, dev, "values", query->v_format));
+    QKV_TRY(check_shape(err, "k_dim", query->k_dim, MAX_DIM));
+    return check_shape(err, "v_dim", query->v_dim, MAX_DIM);
+}
+
+static size_t layer_k_bytes(const struct qkv_kv *kv, const struct qkv_cpu_kv_layer *layer)
+{
+    return (size_t)kv->n_pages * (size_t)layer->desc.n_kv_heads * layer->k_page_bytes;
+}
+
+static size_t layer_v_bytes(const struct qkv_kv *kv, const struct qkv_cpu_kv_layer *layer)
+{
+    return (size_t)kv->n_pages * (size_t)layer->desc.n_kv_heads * layer->v_page_bytes;
+}
+
+static enum qkv_status layer_create(struct qkv_error *err, struct qkv_device *dev,
+                                    const struct qkv_kv *kv, const struct qkv_kv_layer *desc,
+                                    struct qkv_cpu_kv_layer *layer)
+{
+    QKV_TRY(check_format(err, dev, "keys", desc->k_format));
+    QKV_TRY(check_format(err, dev, "values", desc->v_format));
+    QKV_TRY(check_shape(err, "n_kv_heads", desc->n_kv_heads, MAX_HEADS));
+    QKV_TRY(check_shape(err, "k_dim", desc->k_dim, MAX_DIM));
+    QKV_TRY(check_shape(err, "v_dim", desc->v_dim, MAX_DIM));
+    size_t n_heads = (size_t)desc->n_kv_heads;
+    layer->desc = *desc;
+    layer->k_pad = (int32_t)qkv_round_up((size_t)desc->k_dim, QKV_ATTN_PAD);
+    layer->v_pad = (int32_t)qkv_round_up((size_t)desc->v_dim, QKV_ATTN_PAD);
+    layer->k_page_bytes = QKV_PAGE_TOKENS * qkv_kv_row_bytes(desc->k_format, layer->k_pad);
+    layer->v_page_bytes = QKV_PAGE_TOKENS * qkv_kv_row_bytes(desc->v_format, layer->v_pad);
+    uint64_t total = 0;
+    if (!qkv_mul_size(n_heads * (layer->k_page_bytes + layer->v_page_bytes),
+                      (uint64_t)kv->n_pages, &total) ||
+        total > SIZE_MAX / 2) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "KV pool: %d pages are more bytes than a size holds",
+                        kv->n_pages);
+    }
+    QKV_TRY(qkv_calloc(err, n_heads, sizeof(float), (void **)&layer->k_scale));
+    QKV_TRY(qkv_calloc(err, n_heads, sizeof(float), (void **)&layer->v_scale));
+    for (size_t i = 0; i < n_heads; i++) {
+        layer->k_scale[i] = 1.0f;
+        layer->v_scale[i] = 1.0f;
+    }
+    QKV_TRY(dev->allocator.alloc(err, dev->allocator.ctx, layer_k_bytes(kv, layer),
+                                 (void **)&layer->k));
+    return dev->allocator.alloc(err, dev->allocator.ctx, layer_v_bytes(kv, layer),
+                                (void **)&layer->v);
+}
+
+enum qkv_status qkv_cpu_kv_create(struct qkv_error *err, struct qkv_device *dev,
+                                  const struct qkv_kv_desc *desc, struct qkv_kv **out)
+{
+    if (desc->n_layers < 1 || desc->n_pages < 1) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "KV pool: %d layers of %d pages, at least 1 of each",
+                        desc->n_layers, desc->n_pages);
+    }
+    struct qkv_kv *kv = NULL;
+    QKV_TRY(qkv_calloc(err, 1, sizeof *kv, (void **)&kv));
+    kv->n_pages = desc->n_pages;
+    enum qkv_status status =
+        qkv_calloc(err, (size_t)desc->n_layers, sizeof *kv->layers, (void **)&kv->layers);
+    for (int32_t i = 0; status == QKV_OK && i < desc->n_layers; i++) {
+        kv->n_layers = i + 1;
+        status = layer_create(err, dev, kv, &desc->layers[i], &kv->layers[i]);
+    }
+    if (status != QKV_OK) {
+        qkv_cpu_kv_destroy(dev, kv);
+        return status;
+    }
+    *out = kv;
+    return QKV_OK;
+}
+
+void qkv_cpu_kv_destroy(struct qkv_device *dev, struct qkv_kv *kv)
+{
+    if (kv == NULL) {
+        return;
+    }
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        struct qkv_cpu_kv_layer *layer = &kv->layers[i];
+        if (layer->k != NULL) {
+            dev->allocator.free(dev->allocator.ctx, layer->k, layer_k_bytes(kv, layer));
+        }
+        if (layer->v != NULL) {
+            dev->allocator.free(dev->allocator.ctx, layer->v, layer_v_bytes(kv, layer));
+        }
+        free(layer->k_scale);
+        free(layer->v_scale);
+    }
+    free(kv->layers);
+    free(kv);
+}
+
+size_t qkv_cpu_kv_bytes(const struct qkv_kv *kv)
+{
+    size_t n_bytes = 0;
+    for (int32_t i = 0; i < kv->n_layers; i++) {
+        n_bytes += layer_k_bytes(kv, &kv->layers[i]) + layer_v_bytes(kv, &kv->layers[i]);
+    }
+    return n_bytes;
+}
+
+static enum qkv_status check_scales(struct qkv_error *err, int32_t layer, const char *which,
+                                    enum qkv_kv_format format, const float *scales, int32_t n)
+{
+    bool plain = format == QKV_KV_BF16 || format == QKV_KV_F32;
+    for (int32_t i = 0; i < n; i++) {
+        if (!(scales[i] > 0.0f) || isinf(scales[i])) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT,
+                            "layer %d: %s of head %d is %g, must be positive and finite", layer,
+                            which, i, (double)scales[i]);
+        }
+        if (plain && scales[i] != 1.0f) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: %s of head %d is %g, but %s has none",
+                            layer, which, i, (double)scales[i], qkv_kv_format_traits(format)->name);
+        }
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cpu_kv_set_scales(struct qkv_error *err, struct qkv_device *dev,
+                                      struct qkv_kv *kv, int32_t layer, const float *k_scale,
+                                      const float *v_scale)
+{
+    (void)dev;
+    if (layer < 0 || layer >= kv->n_layers) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "KV scales: layer %d, the pool has %d", layer,
+                        kv->n_layers);
+    }
+    struct qkv_cpu_kv_layer *to = &kv->layers[layer];
+    int32_t n = to->desc.n_kv_heads;
+    QKV_TRY(check_scales(err, layer, "k_scale", to->desc.k_format, k_scale, n));
+    QKV_TRY(check_scales(err, layer, "v_scale", to->desc.v_format, v_scale, n));
+    memcpy(to->k_scale, k_scale, (size_t)n * sizeof(float));
+    memcpy(to->v_scale, v_scale, (size_t)n * sizeof(float));
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cpu_kv_zero(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
+                                const int32_t *pages, int32_t n_pages)
+{
+    (void)dev;
+    for (int32_t i = 0; i < n_pages; i++) {
+        if (pages[i] < 0 || pages[i] >= kv->n_pages) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "KV page %d, the pool has %d", pages[i],
+                            kv->n_pages);
+        }
+    }
+    for (int32_t l = 0; l < kv->n_layers; l++) {
+        struct qkv_cpu_kv_layer *layer = &kv->layers[l];
+        size_t n_heads = (size_t)layer->desc.n_kv_heads;
+        for (int32_t i = 0; i < n_pages; i++) {
+            memset(layer->k + qkv_cpu_kv_k_offset(layer, pages[i], 0), 0,
+                   n_heads * layer->k_page_bytes);
+            memset(layer->v + qkv_cpu_kv_v_offset(layer, pages[i], 0), 0,
+                   n_heads * layer->v_page_bytes);
+        }
+    }
+    return QKV_OK;
+}
