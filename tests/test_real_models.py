@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_runs import Request, open_engine, run
 
 import qkv
+from core_runs import Request, open_engine, run
 
 pytestmark = pytest.mark.slow
 DATA = Path(__file__).parent / "data"
