@@ -15,11 +15,6 @@ enum qkv_status qkv_engine_check_usable(struct qkv_error *err, const struct qkv_
                         "fork %lld: open an engine here, or start processes with \"spawn\"",
                         (long long)engine->owner, (long long)qkv_process_id());
     }
-    if (engine->failed) {
-        return qkv_fail(err, QKV_ERR_STATE,
-                        "the device failed in an earlier step, its cache is in doubt: close the "
-                        "engine and open it again");
-    }
     return QKV_OK;
 }
 

@@ -2,7 +2,7 @@
  *
  * One thread at a time may be inside; nothing is global, so engines do not know of each other. After
  * a fork the child can only close: everything else is QKV_ERR_STATE there. A call that fails leaves
- * the engine as it was, except that a device whose memory is in doubt refuses further steps. */
+ * the engine as it was. */
 #ifndef QKV_ENGINE_ENGINE_H
 #define QKV_ENGINE_ENGINE_H
 

@@ -26,7 +26,6 @@ struct qkv_engine {
     int64_t kv_tokens;
     int32_t max_running, chunk_tokens, max_model_len, max_rows, max_logit_rows;
     int64_t owner; /* the process that opened it */
-    bool failed;   /* the device's memory is in doubt */
 
     /* Sequences by id: chains through next_in_bucket, n_buckets a power of two. */
     struct qkv_generation **buckets;
@@ -51,7 +50,7 @@ struct qkv_engine {
     int64_t *step_finished;
 };
 
-/* QKV_ERR_STATE in a forked child or after the device failed. */
+/* QKV_ERR_STATE in a forked child. */
 enum qkv_status qkv_engine_check_usable(struct qkv_error *err, const struct qkv_engine *engine);
 
 #endif

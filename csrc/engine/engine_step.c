@@ -92,8 +92,6 @@ static enum qkv_status sample_piece(struct qkv_error *err, struct qkv_engine *en
                                    engine->sample_rows, n, &out);
 }
 
-/* A page that was not zeroed may hold another sequence's slots, NaN among them, and would not be
- * listed as new again: a failure here is final. */
 static enum qkv_status zero_new_pages(struct qkv_error *err, struct qkv_engine *engine,
                                       const struct qkv_step *plan)
 {
@@ -103,12 +101,8 @@ static enum qkv_status zero_new_pages(struct qkv_error *err, struct qkv_engine *
         if (n == 0) {
             continue;
         }
-        enum qkv_status status = engine->backend->kv_zero(
-            err, engine->device, engine->lanes[lane], plan->new_pages + first, n);
-        if (status != QKV_OK) {
-            engine->failed = true;
-            return status;
-        }
+        QKV_TRY(engine->backend->kv_zero(err, engine->device, engine->lanes[lane],
+                                         plan->new_pages + first, n));
     }
     return QKV_OK;
 }
@@ -205,7 +199,9 @@ enum qkv_status qkv_engine_step(struct qkv_error *err, struct qkv_engine *engine
     QKV_TRY(qkv_scheduler_plan(err, engine->scheduler, &plan));
     struct qkv_engine_step done = {.tokens = engine->step_tokens,
                                    .finished = engine->step_finished};
-    if (plan.n_slices > 0) {
+    if (plan.n_slices == 0) {
+        qkv_scheduler_cancel(engine->scheduler);
+    } else {
         uint64_t now_ns = qkv_clock_ns();
         for (int32_t i = 0; i < plan.n_slices; i++) {
             struct qkv_generation *gen = plan.slices[i].seq->user;

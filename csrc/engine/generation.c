@@ -332,7 +332,9 @@ static enum qkv_status init_generation(struct qkv_error *err, struct qkv_generat
     QKV_TRY(qkv_seq_create(err, p->tokens, p->n_tokens, gen->params.max_tokens, &gen->seq));
     gen->seq->lane = p->lane;
     gen->seq->user = gen;
-    gen->seq->n_reuse_limit = gen->n_prompt_wanted > 0 ? p->logprob_start - 1 : p->n_tokens;
+    if (gen->n_prompt_wanted > 0) {
+        gen->seq->n_reuse_limit = p->logprob_start - 1;
+    }
     return QKV_OK;
 }
 
@@ -404,6 +406,7 @@ enum qkv_status qkv_generation_reserve(struct qkv_error *err, struct qkv_generat
         QKV_TRY(grow_ids(err, &gen->top_ids, &gen->top_ids_capacity, n_top));
         QKV_TRY(grow_floats(err, &gen->top_logprobs, &gen->top_logprobs_capacity, n_top));
     }
+    QKV_TRY(qkv_seq_reserve(err, gen->seq));
     return gen->penalized ? seen_reserve(err, gen, (size_t)gen->n_seen + 1) : QKV_OK;
 }
 
@@ -522,4 +525,8 @@ void qkv_generation_record_prompt(struct qkv_generation *gen, int32_t index, flo
         memcpy(gen->prompt_top_logprobs + i * n_top, top_logprob, n_top * sizeof(float));
     }
     gen->n_prompt_done = index + 1;
+    /* Should it be retracted, what has been reported may come from the prefix tree. */
+    gen->seq->n_reuse_limit = gen->n_prompt_done < gen->n_prompt_wanted
+                                  ? gen->params.logprob_start - 1 + gen->n_prompt_done
+                                  : INT32_MAX;
 }

@@ -105,7 +105,8 @@ enum qkv_status qkv_generation_create(struct qkv_error *err, const struct qkv_ge
 /* The sequence must hold no pages. NULL is fine. */
 void qkv_generation_destroy(struct qkv_generation *gen);
 
-/* Room for one more output token, so that qkv_generation_record cannot fail. */
+/* Room for one more output token, so that neither qkv_generation_record nor the scheduler's append
+ * can fail. */
 enum qkv_status qkv_generation_reserve(struct qkv_error *err, struct qkv_generation *gen);
 
 /* Fills everything of a row but `row` and `target` for the token that comes next. Pointers into

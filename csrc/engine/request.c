@@ -39,6 +39,17 @@ enum qkv_status qkv_seq_create(struct qkv_error *err, const int32_t *prompt, int
     return QKV_OK;
 }
 
+enum qkv_status qkv_seq_reserve(struct qkv_error *err, struct qkv_seq *seq)
+{
+    void *block = seq->tokens;
+    size_t capacity = (size_t)seq->tokens_capacity;
+    enum qkv_status status =
+        qkv_grow(err, &block, &capacity, (size_t)seq->n_tokens + 1, sizeof *seq->tokens);
+    seq->tokens = block;
+    seq->tokens_capacity = capacity < INT32_MAX ? (int32_t)capacity : INT32_MAX;
+    return status;
+}
+
 void qkv_seq_destroy(struct qkv_seq *seq)
 {
     if (seq == NULL) {

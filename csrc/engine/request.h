@@ -15,13 +15,13 @@ enum qkv_seq_state {
 };
 
 /* Fields up to the line are the engine's to read. It sets id, lane, n_reuse_limit and user between
- * create and add; from then on the scheduler alone writes. `tokens` and `pages` may move at any call
- * of the scheduler. */
+ * create and add; from then on the scheduler alone writes (but the engine may raise n_reuse_limit).
+ * `tokens` and `pages` may move at any call of the scheduler. */
 struct qkv_seq {
     int64_t id;
     int32_t lane;
     enum qkv_seq_state state;
-    int32_t *tokens;   /* [n_tokens]: prompt, then output */
+    int32_t *tokens; /* [n_tokens]: prompt, then output */
     int32_t n_tokens;
     int32_t n_prompt;
     int32_t max_tokens;     /* n_tokens never exceeds n_prompt + max_tokens */
@@ -37,7 +37,7 @@ struct qkv_seq {
     /* ---- */
     int32_t tokens_capacity;
     int32_t pages_capacity;
-    int64_t order; /* of submission; -1 before */
+    int64_t order;               /* of submission; -1 before */
     struct qkv_radix_node *node; /* end of the locked path in the prefix tree */
     int32_t n_shared_pages;      /* first pages that belong to the tree, not to this sequence */
     int64_t slot;                /* in the sorted part of the queue; -1: not there */
@@ -47,6 +47,9 @@ struct qkv_seq {
 /* Copies the prompt. 1 <= n_prompt, max_tokens >= 0. */
 enum qkv_status qkv_seq_create(struct qkv_error *err, const int32_t *prompt, int32_t n_prompt,
                                int32_t max_tokens, struct qkv_seq **out);
+/* Room for one more token, so that the next append cannot fail. */
+enum qkv_status qkv_seq_reserve(struct qkv_error *err, struct qkv_seq *seq);
+
 /* Only for a sequence that holds no pages. NULL is fine. */
 void qkv_seq_destroy(struct qkv_seq *seq);
 

@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "backend/backend.h"
 #include "ops.h"
 
 #if defined(__x86_64__)
@@ -114,4 +115,14 @@ enum qkv_status qkv_cpu_isa_select(struct qkv_error *err, const char *name,
     }
     return qkv_fail(err, QKV_ERR_UNSUPPORTED, "instruction set \"%s\": this machine has %s",
                     name == NULL ? "" : name, known);
+}
+
+bool qkv_cpu_isa(size_t index, const char **name, bool *usable)
+{
+    if (index >= sizeof qkv_cpu_isas / sizeof qkv_cpu_isas[0] - 1) {
+        return false;
+    }
+    *name = qkv_cpu_isas[index].name;
+    *usable = qkv_cpu_isas[index].usable();
+    return true;
 }

@@ -1,0 +1,377 @@
+/* qkv._core.Checkpoint: the mapped files of a model and what they say. */
+#include <stdatomic.h>
+
+#include "io/gguf.h"
+#include "io/weights.h"
+#include "py/module.h"
+#include "py/npy.h"
+#include "quant/codec.h"
+
+/* Opening and dequantize() give up the GIL, so close() must not come in between. */
+struct checkpoint {
+    PyObject_HEAD
+    struct qkv_weights *weights; /* NULL: closed */
+    atomic_flag busy;
+};
+
+static struct checkpoint *cast(PyObject *self)
+{
+    return (struct checkpoint *)self;
+}
+
+static struct qkv_weights *enter(PyObject *object)
+{
+    struct checkpoint *self = cast(object);
+    if (atomic_flag_test_and_set(&self->busy)) {
+        PyErr_SetString(qkv_py_state_of(object)->error,
+                        "the checkpoint is busy: another call is inside");
+        return NULL;
+    }
+    if (self->weights == NULL) {
+        atomic_flag_clear(&self->busy);
+        PyErr_SetString(qkv_py_state_of(object)->error, "the checkpoint is closed");
+        return NULL;
+    }
+    return self->weights;
+}
+
+static void leave(PyObject *object)
+{
+    atomic_flag_clear(&cast(object)->busy);
+}
+
+static PyObject *checkpoint_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"path", NULL};
+    PyObject *path = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:Checkpoint", names, PyUnicode_FSConverter,
+                                     &path)) {
+        return NULL;
+    }
+    PyObject *object = type->tp_alloc(type, 0);
+    if (object == NULL) {
+        Py_DECREF(path);
+        return NULL;
+    }
+    struct qkv_error err;
+    struct qkv_weights *weights = NULL;
+    const char *text = PyBytes_AS_STRING(path);
+    enum qkv_status status;
+    atomic_flag_clear(&cast(object)->busy);
+    Py_BEGIN_ALLOW_THREADS
+    status = qkv_weights_open(&err, text, &weights);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(path);
+    cast(object)->weights = weights;
+    if (status != QKV_OK) {
+        (void)qkv_py_raise(qkv_py_state_of(object), &err);
+        Py_DECREF(object);
+        return NULL;
+    }
+    return object;
+}
+
+static void checkpoint_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    qkv_weights_close(cast(object)->weights);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *checkpoint_close(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    if (cast(object)->weights == NULL) {
+        Py_RETURN_NONE;
+    }
+    struct qkv_weights *weights = enter(object);
+    if (weights == NULL) {
+        return NULL;
+    }
+    cast(object)->weights = NULL;
+    qkv_weights_close(weights);
+    leave(object);
+    Py_RETURN_NONE;
+}
+
+static PyObject *get_container(PyObject *object, void *unused)
+{
+    (void)unused;
+    struct qkv_weights *weights = enter(object);
+    if (weights == NULL) {
+        return NULL;
+    }
+    bool is_gguf = qkv_weights_container(weights) == QKV_CONTAINER_GGUF;
+    leave(object);
+    return PyUnicode_FromString(is_gguf ? "gguf" : "safetensors");
+}
+
+static PyObject *get_folder(PyObject *object, void *unused)
+{
+    (void)unused;
+    struct qkv_weights *weights = enter(object);
+    if (weights == NULL) {
+        return NULL;
+    }
+    PyObject *result = PyUnicode_DecodeFSDefault(qkv_weights_folder(weights));
+    leave(object);
+    return result;
+}
+
+static PyObject *get_files(PyObject *object, void *unused)
+{
+    (void)unused;
+    struct qkv_weights *weights = enter(object);
+    if (weights == NULL) {
+        return NULL;
+    }
+    size_t n = qkv_weights_file_count(weights);
+    PyObject *list = PyList_New((Py_ssize_t)n);
+    for (size_t i = 0; list != NULL && i < n; i++) {
+        PyObject *file = PyUnicode_DecodeFSDefault(qkv_weights_file(weights, i));
+        if (file == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, file);
+    }
+    leave(object);
+    return list;
+}
+
+static PyObject *build_shape(const struct qkv_tensor *tensor)
+{
+    PyObject *shape = PyTuple_New(tensor->n_dims);
+    for (int32_t i = 0; shape != NULL && i < tensor->n_dims; i++) {
+        PyObject *size = PyLong_FromLongLong(tensor->shape[i]);
+        if (size == NULL) {
+            Py_CLEAR(shape);
+            break;
+        }
+        PyTuple_SET_ITEM(shape, i, size);
+    }
+    return shape;
+}
+
+static PyObject *build_tensor(const struct qkv_tensor *tensor)
+{
+    PyObject *name = qkv_py_text(tensor->name);
+    PyObject *shape = build_shape(tensor);
+    if (name == NULL || shape == NULL) {
+        Py_XDECREF(name);
+        Py_XDECREF(shape);
+        return NULL;
+    }
+    return Py_BuildValue("(NsNK)", name, qkv_format_traits(tensor->format)->name, shape,
+                         (unsigned long long)tensor->n_bytes);
+}
+
+static PyObject *checkpoint_tensors(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    struct qkv_weights *weights = enter(object);
+    if (weights == NULL) {
+        return NULL;
+    }
+    size_t n = qkv_weights_count(weights);
+    PyObject *list = PyList_New((Py_ssize_t)n);
+    for (size_t i = 0; list != NULL && i < n; i++) {
+        PyObject *tensor = build_tensor(qkv_weights_at(weights, i));
+        if (tensor == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, tensor);
+    }
+    leave(object);
+    return list;
+}
+
+static PyObject *build_value(const struct qkv_gguf_value *value);
+
+/* The parser has bounded the depth (QKV_GGUF_DEPTH_MAX) and the count by the file's bytes. */
+static PyObject *build_array(const struct qkv_gguf_value *array)
+{
+    PyObject *list = PyList_New(0);
+    struct qkv_gguf_iter iter = qkv_gguf_iter(array);
+    struct qkv_gguf_value item;
+    while (list != NULL && qkv_gguf_next(&iter, &item)) {
+        PyObject *element = build_value(&item);
+        if (element == NULL || PyList_Append(list, element) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(element);
+    }
+    return list;
+}
+
+/* Strings that are not valid UTF-8 (token pieces) keep their bytes as surrogate escapes. */
+static PyObject *build_value(const struct qkv_gguf_value *value)
+{
+    int64_t integer = 0;
+    double real = 0.0;
+    bool truth = false;
+    const char *text = NULL;
+    size_t n_bytes = 0;
+    if (value->type == QKV_GGUF_ARRAY) {
+        return build_array(value);
+    }
+    if (qkv_gguf_to_string(value, &text, &n_bytes)) {
+        return PyUnicode_DecodeUTF8(text, (Py_ssize_t)n_bytes, "surrogateescape");
+    }
+    if (qkv_gguf_to_bool(value, &truth)) {
+        return PyBool_FromLong(truth);
+    }
+    if (qkv_gguf_to_int(value, &integer)) {
+        return PyLong_FromLongLong(integer);
+    }
+    if (value->type == QKV_GGUF_U64) { /* beyond int64: little-endian, at any alignment */
+        unsigned long long wide = 0;
+        for (int i = 7; i >= 0; i--) {
+            wide = wide << 8 | value->data[i];
+        }
+        return PyLong_FromUnsignedLongLong(wide);
+    }
+    if (qkv_gguf_to_double(value, &real)) {
+        return PyFloat_FromDouble(real);
+    }
+    PyErr_Format(PyExc_SystemError, "GGUF value of type %s", qkv_gguf_type_name(value->type));
+    return NULL;
+}
+
+static PyObject *checkpoint_metadata(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    struct qkv_weights *weights = enter(object);
+    if (weights == NULL) {
+        return NULL;
+    }
+    PyObject *dict = PyDict_New();
+    const struct qkv_gguf *gguf = qkv_weights_gguf(weights);
+    size_t n = 0;
+    const struct qkv_gguf_entry *entries = gguf == NULL ? NULL : qkv_gguf_entries(gguf, &n);
+    for (size_t i = 0; dict != NULL && i < n; i++) {
+        PyObject *key = qkv_py_text(entries[i].key);
+        PyObject *value = key == NULL ? NULL : build_value(&entries[i].value);
+        if (value == NULL || PyDict_SetItem(dict, key, value) < 0) {
+            Py_CLEAR(dict);
+        }
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    leave(object);
+    return dict;
+}
+
+static PyObject *checkpoint_model_config(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    struct qkv_weights *weights = enter(object);
+    if (weights == NULL) {
+        return NULL;
+    }
+    struct qkv_error err;
+    PyObject *result = NULL;
+    struct qkv_model_config *config = PyMem_Calloc(1, sizeof *config);
+    if (config == NULL) {
+        (void)PyErr_NoMemory();
+    } else if (qkv_model_config_read(&err, weights, config) != QKV_OK) {
+        (void)qkv_py_raise(qkv_py_state_of(object), &err);
+    } else {
+        result = qkv_py_config(config);
+    }
+    PyMem_Free(config);
+    leave(object);
+    return result;
+}
+
+static PyObject *dequantize_tensor(PyObject *object, const struct qkv_tensor *tensor)
+{
+    npy_intp shape[QKV_DIMS_MAX];
+    for (int32_t i = 0; i < tensor->n_dims; i++) {
+        shape[i] = (npy_intp)tensor->shape[i];
+    }
+    PyObject *values = PyArray_SimpleNew(tensor->n_dims, shape, NPY_FLOAT32);
+    if (values == NULL) {
+        return NULL;
+    }
+    struct qkv_error err;
+    enum qkv_status status;
+    float *out = PyArray_DATA((PyArrayObject *)values);
+    size_t n = (size_t)PyArray_SIZE((PyArrayObject *)values);
+    Py_BEGIN_ALLOW_THREADS
+    status = qkv_codec_dequantize(&err, tensor->format, tensor->data, n, out);
+    Py_END_ALLOW_THREADS
+    if (status != QKV_OK) {
+        Py_DECREF(values);
+        (void)qkv_fail_prefix(&err, status, tensor->name);
+        return qkv_py_raise(qkv_py_state_of(object), &err);
+    }
+    return values;
+}
+
+static PyObject *checkpoint_dequantize(PyObject *object, PyObject *name_object)
+{
+    const char *name = PyUnicode_AsUTF8(name_object);
+    if (name == NULL) {
+        return NULL;
+    }
+    struct qkv_weights *weights = enter(object);
+    if (weights == NULL) {
+        return NULL;
+    }
+    PyObject *result = NULL;
+    const struct qkv_tensor *tensor = qkv_weights_find(weights, name);
+    if (tensor == NULL) {
+        PyErr_Format(PyExc_KeyError, "%R: there is no such tensor", name_object);
+    } else {
+        result = dequantize_tensor(object, tensor);
+    }
+    leave(object);
+    return result;
+}
+
+static PyMethodDef checkpoint_methods[] = {
+    {"tensors", checkpoint_tensors, METH_NOARGS,
+     "tensors($self)\n--\n\n(name, format, shape outermost first, bytes) in the order of the files."},
+    {"metadata", checkpoint_metadata, METH_NOARGS,
+     "metadata($self)\n--\n\nGGUF key-values (arrays as lists); empty for safetensors."},
+    {"model_config", checkpoint_model_config, METH_NOARGS,
+     "model_config($self)\n--\n\nThe validated numbers of csrc/model/config.h; raises as loading "
+     "would."},
+    {"dequantize", checkpoint_dequantize, METH_O,
+     "dequantize($self, name, /)\n--\n\nA tensor as float32 by the scalar codec, in its shape.\n\n"
+     "KeyError: no such tensor. UnsupportedError: its format has no codec."},
+    {"close", checkpoint_close, METH_NOARGS, "close($self)\n--\n\nUnmaps the files; again: nothing."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef checkpoint_getset[] = {
+    {"container", get_container, NULL, "\"safetensors\" or \"gguf\".", NULL},
+    {"folder", get_folder, NULL, "Where the files and config.json lie.", NULL},
+    {"files", get_files, NULL, "Paths of the mapped files, in order.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static const char checkpoint_doc[] =
+    "Checkpoint(path)\n--\n\n"
+    "Mapped files of a model, checked, without loading a weight.\n\n"
+    "path: a folder, a .safetensors or a .gguf file. CheckpointError or UnsupportedError name the\n"
+    "file and the tensor, OSError the file. After close() every use raises Error.";
+
+static PyType_Slot checkpoint_slots[] = {
+    {Py_tp_doc, (void *)checkpoint_doc},
+    {Py_tp_new, checkpoint_new},
+    {Py_tp_dealloc, checkpoint_dealloc},
+    {Py_tp_methods, checkpoint_methods},
+    {Py_tp_getset, checkpoint_getset},
+    {0, NULL},
+};
+
+PyType_Spec qkv_py_checkpoint_spec = {
+    .name = "qkv._core.Checkpoint",
+    .basicsize = sizeof(struct checkpoint),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = checkpoint_slots,
+};

@@ -1,0 +1,178 @@
+/* The module's functions: formats, instruction sets, the scalar codecs. */
+#include <string.h>
+
+#include "backend/backend.h"
+#include "base/threads.h"
+#include "kv/kv_formats.h"
+#include "py/module.h"
+#include "py/npy.h"
+#include "quant/codec.h"
+#include "quant/formats.h"
+
+/* Appends `item`, which it takes over; -1 if it is NULL or on failure. */
+static int append(PyObject *list, PyObject *item)
+{
+    if (item == NULL) {
+        return -1;
+    }
+    int result = PyList_Append(list, item);
+    Py_DECREF(item);
+    return result;
+}
+
+static PyObject *list_isas(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    PyObject *list = PyList_New(0);
+    const char *name = NULL;
+    bool usable = false;
+    for (size_t i = 0; list != NULL && qkv_cpu_isa(i, &name, &usable); i++) {
+        if (append(list, Py_BuildValue("(sO)", name, usable ? Py_True : Py_False)) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+static PyObject *list_formats(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list != NULL && i < QKV_FORMAT_COUNT; i++) {
+        const struct qkv_format_traits *traits = qkv_format_traits((enum qkv_format)i);
+        PyObject *has_codec = traits->code != QKV_CODE_NONE ? Py_True : Py_False;
+        if (append(list, Py_BuildValue("(sO)", traits->name, has_codec)) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+static PyObject *list_kv_formats(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    const int32_t head_dim = 128;
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list != NULL && i < QKV_KV_FORMAT_COUNT; i++) {
+        enum qkv_kv_format format = (enum qkv_kv_format)i;
+        double bits = 8.0 * (double)qkv_kv_row_bytes(format, head_dim) / head_dim;
+        if (append(list, Py_BuildValue("(sd)", qkv_kv_format_traits(format)->name, bits)) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+static PyObject *threads_available(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyLong_FromLong(qkv_threads_available());
+}
+
+static int find_format(const char *name, enum qkv_format *out)
+{
+    for (int i = 0; i < QKV_FORMAT_COUNT; i++) {
+        if (strcmp(name, qkv_format_traits((enum qkv_format)i)->name) == 0) {
+            *out = (enum qkv_format)i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "format: '%s', must be one of formats()", name);
+    return -1;
+}
+
+static PyObject *dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"format", "blocks", NULL};
+    const char *name = NULL;
+    PyObject *object = NULL;
+    enum qkv_format format = QKV_FORMAT_COUNT;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO:dequantize", names, &name, &object) ||
+        find_format(name, &format) < 0) {
+        return NULL;
+    }
+    PyArrayObject *blocks = qkv_npy_borrow(object, "blocks", NPY_UINT8, -1);
+    if (blocks == NULL) {
+        return NULL;
+    }
+    const struct qkv_format_traits *traits = qkv_format_traits(format);
+    npy_intp n_bytes = PyArray_SIZE(blocks);
+    if (n_bytes % traits->block_bytes != 0) {
+        PyErr_Format(PyExc_ValueError, "blocks: %zd bytes, must be a multiple of %d (a block of %s)",
+                     (Py_ssize_t)n_bytes, traits->block_bytes, name);
+        return NULL;
+    }
+    npy_intp n_elems = n_bytes / traits->block_bytes * traits->block_elems;
+    PyObject *values = PyArray_SimpleNew(1, &n_elems, NPY_FLOAT32);
+    if (values == NULL) {
+        return NULL;
+    }
+    struct qkv_error err;
+    if (qkv_codec_dequantize(&err, format, PyArray_DATA(blocks), (size_t)n_elems,
+                             PyArray_DATA((PyArrayObject *)values)) != QKV_OK) {
+        Py_DECREF(values);
+        return qkv_py_raise(qkv_py_state_of_module(module), &err);
+    }
+    return values;
+}
+
+static PyObject *quantize(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"format", "values", NULL};
+    const char *name = NULL;
+    PyObject *object = NULL;
+    enum qkv_format format = QKV_FORMAT_COUNT;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO:quantize", names, &name, &object) ||
+        find_format(name, &format) < 0) {
+        return NULL;
+    }
+    PyArrayObject *values = qkv_npy_borrow(object, "values", NPY_FLOAT32, -1);
+    if (values == NULL) {
+        return NULL;
+    }
+    const struct qkv_format_traits *traits = qkv_format_traits(format);
+    npy_intp n_elems = PyArray_SIZE(values);
+    if (n_elems % traits->block_elems != 0) {
+        PyErr_Format(PyExc_ValueError, "values: %zd elements, must be a multiple of %d (%s)",
+                     (Py_ssize_t)n_elems, traits->block_elems, name);
+        return NULL;
+    }
+    npy_intp n_bytes = n_elems / traits->block_elems * traits->block_bytes;
+    PyObject *blocks = PyArray_SimpleNew(1, &n_bytes, NPY_UINT8);
+    if (blocks == NULL) {
+        return NULL;
+    }
+    struct qkv_error err;
+    if (qkv_codec_quantize(&err, format, PyArray_DATA(values), (size_t)n_elems,
+                           PyArray_DATA((PyArrayObject *)blocks)) != QKV_OK) {
+        Py_DECREF(blocks);
+        return qkv_py_raise(qkv_py_state_of_module(module), &err);
+    }
+    return blocks;
+}
+
+PyMethodDef qkv_py_codec_methods[] = {
+    {"isas", list_isas, METH_NOARGS,
+     "isas()\n--\n\nInstruction sets of the CPU backend, best first: (name, usable on this machine)."},
+    {"formats", list_formats, METH_NOARGS,
+     "formats()\n--\n\nTensor formats that are known: (name, has a codec)."},
+    {"kv_formats", list_kv_formats, METH_NOARGS,
+     "kv_formats()\n--\n\nKV-cache formats: (name, bits per element for a head of 128, scales "
+     "included)."},
+    {"threads_available", threads_available, METH_NOARGS,
+     "threads_available()\n--\n\nProcessors that this process may use: affinity and cgroup quota "
+     "count."},
+    {"dequantize", (PyCFunction)(void (*)(void))dequantize, METH_VARARGS | METH_KEYWORDS,
+     "dequantize(format, blocks)\n--\n\nBlocks of a format, uint8 of any shape, as float32 [n] by "
+     "the scalar codec.\n\nValueError: unknown format, not whole blocks. UnsupportedError: the "
+     "format has no codec."},
+    {"quantize", (PyCFunction)(void (*)(void))quantize, METH_VARARGS | METH_KEYWORDS,
+     "quantize(format, values)\n--\n\nfloat32 of any shape as blocks, uint8 [n], by round to "
+     "nearest: for tests and tiny models.\n\nValueError: unknown format, not whole blocks. "
+     "UnsupportedError: the format has no codec."},
+    {NULL, NULL, 0, NULL},
+};

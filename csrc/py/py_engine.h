@@ -1,0 +1,30 @@
+/* The Engine object, shared by py_engine.c (life, lock, steps) and py_add.c (requests). */
+#ifndef QKV_PY_PY_ENGINE_H
+#define QKV_PY_PY_ENGINE_H
+
+#include <stdatomic.h>
+
+#include "engine/engine.h"
+#include "py/module.h"
+
+struct qkv_py_engine {
+    PyObject_HEAD
+    struct qkv_engine *engine; /* NULL: closed */
+    atomic_flag busy;          /* a call is inside, perhaps without the GIL */
+    PyThreadState *saved;      /* of that call, while it is without the GIL; else NULL */
+    PyObject *log;             /* callables or NULL */
+    PyObject *progress;        /* only while loading */
+    struct qkv_engine_step step;
+    bool step_pending; /* `step` was computed and not handed over: an exception came between */
+};
+
+/* Takes the lock of an open engine; NULL with qkv._core.Error if another call is inside or it is
+ * closed. Never waits. */
+struct qkv_engine *qkv_py_engine_enter(struct qkv_py_engine *self);
+void qkv_py_engine_leave(struct qkv_py_engine *self);
+
+/* Engine.add */
+PyObject *qkv_py_engine_add(PyObject *self, PyObject *args, PyObject *kwargs);
+extern const char qkv_py_engine_add_doc[];
+
+#endif
