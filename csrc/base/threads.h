@@ -20,6 +20,10 @@ typedef void (*qkv_task)(void *ctx, size_t begin, size_t end, int thread);
  * v2), at least 1. */
 int qkv_threads_available(void);
 
+/* The quota alone, in whole processors (at least 1), 0 if there is none. Arguments as
+ * "/proc/self/cgroup" and "/sys/fs/cgroup". */
+int qkv_threads_quota(const char *groups_file, const char *mount);
+
 /* n_threads >= 1. */
 enum qkv_status qkv_threads_create(struct qkv_error *err, int n_threads, struct qkv_threads **out);
 void qkv_threads_destroy(struct qkv_threads *threads); /* NULL is fine */
