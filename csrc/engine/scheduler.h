@@ -53,10 +53,10 @@ struct qkv_scheduler_counts {
     int64_t n_free_pages;      /* of all lanes */
     int64_t n_evictable_pages; /* held by prefix trees only */
     int64_t n_pages;
-    int64_t n_retractions;     /* ever */
-    int64_t n_prefill_rows;    /* ever, recomputation included: all rows but those of a token that
-                                  was sampled and has not been in the cache since */
-    int64_t n_reused_tokens;   /* ever, found in a prefix tree */
+    int64_t n_retractions;   /* ever */
+    int64_t n_prefill_rows;  /* ever, recomputation included: all rows but those of a token that
+                                was sampled and has not been in the cache since */
+    int64_t n_reused_tokens; /* ever, found in a prefix tree */
 };
 
 enum qkv_status qkv_scheduler_create(struct qkv_error *err,
@@ -70,8 +70,10 @@ void qkv_scheduler_destroy(struct qkv_scheduler *scheduler);
 enum qkv_status qkv_scheduler_add(struct qkv_error *err, struct qkv_scheduler *scheduler,
                                   struct qkv_seq *seq);
 
-/* Plans the next step; n_slices is 0 only if nothing is waiting or running. A sequence with
- * max_tokens 0 gets slices until n_cached == n_tokens and is then the caller's to finish. */
+/* Plans the next step; n_slices is 0 only if nothing is waiting or running, and then there is
+ * nothing to commit or cancel. A sequence with max_tokens 0 gets slices until n_cached == n_tokens
+ * and is then the caller's to finish. QKV_ERR_STATE if a running sequence has no token left to
+ * compute. After a failure nothing is planned and everything is as sound as before. */
 enum qkv_status qkv_scheduler_plan(struct qkv_error *err, struct qkv_scheduler *scheduler,
                                    struct qkv_step *out);
 

@@ -227,31 +227,45 @@ static void drop_removed(struct seq_array *array)
     array->n = n;
 }
 
+/* All that have arrived become the set, the used-up one takes the arrivals to come. */
+static enum qkv_status begin_set(struct qkv_error *err, struct qkv_waiting *waiting)
+{
+    struct seq_array used_up = waiting->set;
+    drop_removed(&waiting->arrivals);
+    QKV_TRY(sort_seqs(err, waiting->arrivals.seqs, waiting->arrivals.n));
+    waiting->set = waiting->arrivals;
+    waiting->set_head = 0;
+    waiting->arrivals = used_up;
+    waiting->arrivals.n = 0;
+    return QKV_OK;
+}
+
+static struct qkv_seq *first_from(const struct seq_array *array, size_t from)
+{
+    while (from < array->n && array->seqs[from] == NULL) {
+        from++;
+    }
+    return from < array->n ? array->seqs[from] : NULL;
+}
+
 enum qkv_status qkv_waiting_first(struct qkv_error *err, struct qkv_waiting *waiting,
                                   struct qkv_seq **out)
 {
-    if (waiting->front != NULL) {
-        *out = waiting->front;
-        return QKV_OK;
-    }
     if (waiting->set.n_there == 0 && waiting->arrivals.n_there > 0) {
-        drop_removed(&waiting->arrivals);
-        QKV_TRY(sort_seqs(err, waiting->arrivals.seqs, waiting->arrivals.n));
-        struct seq_array used_up = waiting->set;
-        waiting->set = waiting->arrivals;
-        waiting->arrivals = used_up;
-        waiting->arrivals.n = 0;
-        waiting->set_head = 0;
+        QKV_TRY(begin_set(err, waiting));
     }
-    if (waiting->set.n_there == 0) {
-        *out = NULL;
-        return QKV_OK;
-    }
-    while (waiting->set.seqs[waiting->set_head] == NULL) {
-        waiting->set_head++;
-    }
-    *out = waiting->set.seqs[waiting->set_head];
+    struct qkv_seq *first = first_from(&waiting->set, waiting->set_head);
+    waiting->set_head = first != NULL ? (size_t)first->slot : waiting->set.n;
+    *out = waiting->front != NULL ? waiting->front : first;
     return QKV_OK;
+}
+
+struct qkv_seq *qkv_waiting_next(const struct qkv_waiting *waiting, const struct qkv_seq *seq)
+{
+    if (seq->slot < 0 && seq->next != NULL) {
+        return seq->next;
+    }
+    return first_from(&waiting->set, seq->slot < 0 ? waiting->set_head : (size_t)seq->slot + 1);
 }
 
 static enum qkv_status check_array(struct qkv_error *err, const struct seq_array *array,

@@ -11,11 +11,11 @@
 enum { NONE = -1 };
 
 struct qkv_radix_node {
-    int32_t n_locks;  /* NONE: the page is not in the tree */
-    int32_t parent;   /* page id; NONE: the root */
+    int32_t n_locks; /* NONE: the page is not in the tree */
+    int32_t parent;  /* page id; NONE: the root */
     int32_t n_children;
-    int32_t chain;    /* next page in the same hash bucket */
-    int32_t older;    /* neighbours in the list of evictable pages */
+    int32_t chain; /* next page in the same hash bucket */
+    int32_t older; /* neighbours in the list of evictable pages */
     int32_t newer;
     int32_t tokens[QKV_PAGE_TOKENS];
 };
@@ -133,8 +133,8 @@ static bool same_tokens(const int32_t *a, const int32_t *b)
 static int32_t find_child(const struct qkv_radix *tree, int32_t parent, const int32_t *tokens)
 {
     int32_t page = tree->buckets[bucket_of(tree, parent, tokens)];
-    while (page != NONE && (tree->nodes[page].parent != parent ||
-                            !same_tokens(tree->nodes[page].tokens, tokens))) {
+    while (page != NONE &&
+           (tree->nodes[page].parent != parent || !same_tokens(tree->nodes[page].tokens, tokens))) {
         page = tree->nodes[page].chain;
     }
     return page;
@@ -306,10 +306,10 @@ static enum qkv_status check_list(struct qkv_error *err, const struct qkv_radix 
                             (int)page);
         }
         if (tree->nodes[page].older != older || tree->nodes[page].n_locks != 0) {
-            return qkv_fail(err, QKV_ERR_INTERNAL,
-                            "prefix tree: evictable page %d has %d locks, older neighbour %d not %d",
-                            (int)page, (int)tree->nodes[page].n_locks,
-                            (int)tree->nodes[page].older, (int)older);
+            return qkv_fail(
+                err, QKV_ERR_INTERNAL,
+                "prefix tree: evictable page %d has %d locks, older neighbour %d not %d", (int)page,
+                (int)tree->nodes[page].n_locks, (int)tree->nodes[page].older, (int)older);
         }
         recounts[page].list_rank = ++rank;
         older = page;
@@ -382,7 +382,8 @@ static enum qkv_status check_counts(struct qkv_error *err, const struct qkv_radi
     return QKV_OK;
 }
 
-/* No page may be its own prefix: taking away pages without children until none is left takes all. */
+/* No page may be its own prefix: taking away pages without children until none is left takes all.
+ */
 static enum qkv_status check_loops(struct qkv_error *err, const struct qkv_radix *tree,
                                    struct recount *recounts /* [n_slots], n_children is used up */)
 {

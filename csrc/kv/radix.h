@@ -2,8 +2,8 @@
  *
  * A node is one full page of QKV_PAGE_TOKENS tokens; its path from the root spells the prefix. The
  * node of page p is slot p of an array as long as the pool, and children are found through one hash
- * table over (parent, tokens), so that nothing but creation takes memory or can fail, a lookup costs
- * the same however many children a node has, and no edge ever has to be split.
+ * table over (parent, tokens), so that nothing but creation takes memory or can fail, a lookup
+ * costs the same however many children a node has, and no edge ever has to be split.
  *
  * A sequence locks the path it reads, one lock per sequence and node. A node without locks is
  * evictable: those are kept in one list, least recently used first. Pages inside the tree belong to
@@ -28,7 +28,7 @@ struct qkv_radix_match {
 enum qkv_status qkv_radix_create(struct qkv_error *err, int32_t n_pages, struct qkv_radix **out);
 void qkv_radix_destroy(struct qkv_radix *tree); /* NULL is fine */
 
-int32_t qkv_radix_n_pages(const struct qkv_radix *tree);     /* held, evictable ones included */
+int32_t qkv_radix_n_pages(const struct qkv_radix *tree); /* held, evictable ones included */
 int32_t qkv_radix_n_evictable(const struct qkv_radix *tree);
 
 /* Looks for at most max_pages pages of `tokens` [max_pages * QKV_PAGE_TOKENS]. Changes nothing. */
