@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 class Error(Exception): ...
 class CheckpointError(Error): ...
@@ -18,7 +19,7 @@ class OutOfPages(Error): ...
 class Checkpoint:
     """Mapped files of a model, checked, without loading a weight."""
 
-    def __init__(self, path: str) -> None: ...
+    def __new__(cls, path: str) -> Self: ...
     @property
     def container(self) -> Literal["safetensors", "gguf"]: ...
     @property
@@ -31,7 +32,7 @@ class Checkpoint:
         """GGUF key-values (arrays as lists); empty for safetensors."""
     def model_config(self) -> dict[str, Any]:
         """The validated numbers of csrc/model/config.h; raises as loading would."""
-    def dequantize(self, name: str) -> NDArray[np.float32]:
+    def dequantize(self, name: str, /) -> NDArray[np.float32]:
         """A tensor as float32 by the scalar codec, in its shape."""
     def close(self) -> None: ...
 
@@ -65,8 +66,8 @@ class Result(NamedTuple):
 class Engine:
     """A model on a device with its KV pools. Sequences in, tokens out; one sample each."""
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         path: str,
         *,
         kv_formats: Sequence[Sequence[tuple[str, str]]],  # [n_lanes][n_layers] (k, v)
@@ -80,13 +81,14 @@ class Engine:
         max_model_len: int = 0,  # 0: the model's
         prefix_cache: bool = True,
         offline: bool = True,
-        progress: Callable[[int, int], None] | None = None,  # bytes done, bytes in all
-        log: Callable[[int, str], None] | None = None,  # level 0..2, line
-    ) -> None: ...
+        # Bytes done, bytes in all; returning False stops the loading (Error).
+        progress: Callable[[int, int], bool | None] | None = None,
+        log: Callable[[int, str], object] | None = None,  # level 0..2, line
+    ) -> Self: ...
     @property
     def info(self) -> dict[str, Any]:
         """device, isa, threads, compute_dtype, config (as Checkpoint.model_config), kv_tokens,
-        max_model_len, max_running, chunk_tokens, n_lanes."""
+        max_model_len, max_running, chunk_tokens, n_lanes, max_logit_rows."""
     def memory(self) -> dict[str, int]:
         """Bytes: weights, activations, kv (all lanes), scratch."""
     def counts(self) -> dict[str, int]:
@@ -114,19 +116,22 @@ class Engine:
         frequency_penalty: float = 0.0,
         bias_ids: NDArray[np.int32] | None = None,
         bias: NDArray[np.float32] | None = None,
-        bad_words: Sequence[NDArray[np.int32]] = (),
+        bad_words: Sequence[NDArray[np.int32]] = (),  # none of them will be in the output
         watch: bool = False,
     ) -> int:
         """Queues a sequence and returns its id. ValueError for a bad argument, OutOfPages if it can
         never fit; the engine is as before then. max_tokens is cut so that the sequence stays within
         max_model_len; a prompt that leaves no room for one token is a ValueError."""
     def step(self) -> Step:
-        """One step without the GIL. Nothing to do: n_rows is 0."""
-    def take(self, id: int) -> Result:
-        """The result of a finished sequence, which is forgotten."""
+        """One step without the GIL. Nothing to do: n_rows is 0. If it raises, no sequence has
+        changed and it can be tried again."""
+    def take(self, id: int, /) -> Result:
+        """The result of a finished sequence, which is forgotten. ValueError: no such id. Error: it
+        has not finished."""
     def finish(self, id: int, n_keep: int) -> None:
-        """Ends a sequence as "stop" with the first n_keep output tokens; take() it then."""
-    def abort(self, id: int) -> None:
+        """Ends a sequence in any state as "stop" with the first n_keep output tokens; take() it
+        then."""
+    def abort(self, id: int, /) -> None:
         """Drops a sequence in any state; there is nothing to take."""
     def flush(self) -> None:
         """Empties the prefix trees."""
