@@ -1,0 +1,632 @@
+/* Attention of the CPU backend: values against a reference in double, and the same bits however a
+ * sequence is cut, wherever its pages lie, whoever else is in the batch, on any number of threads. For
+ * every instruction set that this machine runs. */
+#include <math.h>
+#include <stdbool.h>
+
+#include "backend/backend.h"
+#include "check.h"
+#include "dispatch.h"
+
+enum { MAX_PAGES = 256, MAX_SEQS = 8, PAGE = QKV_PAGE_TOKENS };
+
+struct shape {
+    int32_t n_heads;
+    int32_t n_kv_heads;
+    int32_t k_dim;
+    int32_t v_dim;
+    int32_t window;
+    float softcap;
+    bool norm;
+    int32_t n_pairs; /* 0: no rope */
+    enum qkv_rope_style style;
+};
+
+static const struct shape SHAPES[] = {
+    {1, 1, 32, 32, 0, 0.0f, false, 0, QKV_ROPE_HALVES},
+    {3, 1, 64, 64, 0, 0.0f, true, 32, QKV_ROPE_HALVES},
+    {8, 1, 64, 64, 0, 3.0f, false, 32, QKV_ROPE_INTERLEAVED},
+    {2, 2, 80, 80, 20, 0.0f, false, 16, QKV_ROPE_INTERLEAVED},
+    {4, 2, 96, 96, 16, 0.0f, true, 48, QKV_ROPE_HALVES},
+    {2, 1, 128, 128, 270, 2.0f, false, 64, QKV_ROPE_HALVES},
+    {5, 1, 36, 20, 1, 0.0f, true, 18, QKV_ROPE_HALVES},
+    {7, 1, 48, 112, 33, 0.0f, false, 24, QKV_ROPE_HALVES},
+    {1, 1, 256, 256, 255, 0.0f, false, 128, QKV_ROPE_HALVES},
+};
+enum { N_SHAPES = sizeof SHAPES / sizeof SHAPES[0] };
+
+/* ---- random inputs ---- */
+
+static uint64_t random_bits(uint64_t *state)
+{
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    return *state * 0x2545f4914f6cdd1du >> 32;
+}
+
+/* Sum of four uniform numbers: variance about 1. */
+static float random_float(uint64_t *state)
+{
+    double sum = 0.0;
+    for (int i = 0; i < 4; i++) {
+        sum += (double)random_bits(state) * 0x1p-32 - 0.5;
+    }
+    return (float)(sum * 1.7);
+}
+
+static int32_t qkv_dim(const struct shape *s)
+{
+    return s->n_heads * s->k_dim + s->n_kv_heads * (s->k_dim + s->v_dim);
+}
+
+static float *random_rows(const struct shape *s, int32_t n_rows, uint64_t seed)
+{
+    uint64_t state = seed * 0x9e3779b97f4a7c15u + 1;
+    size_t n = (size_t)n_rows * (size_t)qkv_dim(s);
+    float *rows = malloc(n * sizeof *rows);
+    CHECK(rows != NULL);
+    for (size_t i = 0; i < n; i++) {
+        rows[i] = random_float(&state);
+    }
+    return rows;
+}
+
+static float to_bf16(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    memcpy(&x, &bits, sizeof bits);
+    return x;
+}
+
+static void head_norm_weights(const struct shape *s, float *q_norm, float *k_norm)
+{
+    for (int32_t i = 0; i < s->k_dim; i++) {
+        q_norm[i] = 0.5f + 0.01f * (float)(i % 50);
+        k_norm[i] = 1.25f - 0.01f * (float)(i % 40);
+    }
+}
+
+static void rope_freqs(const struct shape *s, float *inv_freq)
+{
+    for (int32_t i = 0; i < s->n_pairs; i++) {
+        inv_freq[i] = (float)pow(10000.0, -(double)i / (double)s->n_pairs);
+    }
+}
+
+/* ---- running the backend ---- */
+
+/* One sequence of a run: which tokens it has, and in which pieces they are given. */
+struct sequence {
+    const float *rows; /* [n_tokens, qkv_dim] */
+    int32_t n_tokens;
+    int32_t chunk; /* tokens per call; 0: all */
+    float *out;    /* [n_tokens, n_heads * v_dim] */
+};
+
+struct setup {
+    const char *isa;
+    enum qkv_compute compute;
+    enum qkv_kv_format format;
+    int32_t n_threads;
+    int32_t page_step; /* pages are taken with this step through the pool, odd */
+};
+
+struct machine {
+    const struct qkv_backend *be;
+    struct qkv_device *dev;
+    struct qkv_kv *kv;
+    struct qkv_rope *rope;
+    struct qkv_buffer *q_norm;
+    struct qkv_buffer *k_norm;
+    struct qkv_buffer *qkv;
+    struct qkv_buffer *out;
+    int32_t layer;
+};
+
+static struct qkv_buffer *new_buffer(struct machine *m, size_t n_floats)
+{
+    struct qkv_error err;
+    struct qkv_buffer *buffer = NULL;
+    CHECK_OK(m->be->buffer_create(&err, m->dev, n_floats * sizeof(float), &buffer), err);
+    return buffer;
+}
+
+static void machine_open(struct machine *m, const struct shape *s, const struct setup *setup,
+                         int32_t max_rows)
+{
+    struct qkv_error err;
+    *m = (struct machine){.be = qkv_cpu_backend(), .layer = 1};
+    struct qkv_device_options options = {
+        .n_threads = setup->n_threads, .compute = setup->compute, .isa = setup->isa};
+    CHECK_OK(m->be->open(&err, &options, &m->dev), err);
+    struct qkv_kv_layer layer = {s->n_kv_heads, s->k_dim, s->v_dim, setup->format, setup->format};
+    struct qkv_kv_layer layers[2] = {layer, layer};
+    struct qkv_kv_desc desc = {layers, 2, MAX_PAGES};
+    CHECK_OK(m->be->kv_create(&err, m->dev, &desc, &m->kv), err);
+    float inv_freq[256];
+    float q_norm[256];
+    float k_norm[256];
+    if (s->n_pairs > 0) {
+        rope_freqs(s, inv_freq);
+        struct qkv_rope_desc rope = {s->n_pairs, inv_freq, 1.0f, s->style};
+        CHECK_OK(m->be->rope_create(&err, m->dev, &rope, &m->rope), err);
+    }
+    if (s->norm) {
+        size_t n_bytes = (size_t)s->k_dim * sizeof(float);
+        head_norm_weights(s, q_norm, k_norm);
+        m->q_norm = new_buffer(m, (size_t)s->k_dim);
+        m->k_norm = new_buffer(m, (size_t)s->k_dim);
+        CHECK_OK(m->be->upload(&err, m->dev, m->q_norm, 0, q_norm, n_bytes), err);
+        CHECK_OK(m->be->upload(&err, m->dev, m->k_norm, 0, k_norm, n_bytes), err);
+    }
+    m->qkv = new_buffer(m, (size_t)max_rows * (size_t)qkv_dim(s));
+    m->out = new_buffer(m, (size_t)max_rows * (size_t)(s->n_heads * s->v_dim));
+}
+
+static void machine_close(struct machine *m)
+{
+    m->be->buffer_destroy(m->dev, m->qkv);
+    m->be->buffer_destroy(m->dev, m->out);
+    m->be->buffer_destroy(m->dev, m->q_norm);
+    m->be->buffer_destroy(m->dev, m->k_norm);
+    m->be->rope_destroy(m->dev, m->rope);
+    m->be->kv_destroy(m->dev, m->kv);
+    m->be->close(m->dev);
+}
+
+static struct qkv_attention attention_args(const struct machine *m, const struct shape *s)
+{
+    return (struct qkv_attention){
+        .layer = m->layer,
+        .qkv = m->qkv,
+        .out = m->out,
+        .n_heads = s->n_heads,
+        .q_norm = m->q_norm,
+        .k_norm = m->k_norm,
+        .norm_eps = 1e-5f,
+        .rope = m->rope,
+        .scale = 1.0f / sqrtf((float)s->k_dim),
+        .softcap = s->softcap,
+        .window = s->window,
+    };
+}
+
+/* One call for the next piece of each sequence; false when all are done. */
+static bool run_step(struct machine *m, const struct shape *s, const struct sequence *sequences,
+                     int32_t n, int32_t (*pages)[MAX_PAGES], const int32_t *n_pages, int32_t *done)
+{
+    struct qkv_error err;
+    size_t in_dim = (size_t)qkv_dim(s);
+    size_t out_dim = (size_t)(s->n_heads * s->v_dim);
+    struct qkv_batch_seq seqs[MAX_SEQS];
+    int32_t which[MAX_SEQS];
+    int32_t positions[4096];
+    int32_t tokens[4096] = {0};
+    struct qkv_batch batch = {.positions = positions,
+                              .tokens = tokens,
+                              .seqs = seqs,
+                              .lanes = &m->kv,
+                              .n_lanes = 1};
+    for (int32_t i = 0; i < n; i++) {
+        const struct sequence *q = &sequences[i];
+        int32_t n_rows = q->n_tokens - done[i];
+        n_rows = q->chunk > 0 && q->chunk < n_rows ? q->chunk : n_rows;
+        if (n_rows == 0) {
+            continue;
+        }
+        seqs[batch.n_seqs] = (struct qkv_batch_seq){
+            0, batch.n_rows, n_rows, done[i], pages[i], n_pages[i]};
+        which[batch.n_seqs++] = i;
+        CHECK_OK(m->be->upload(&err, m->dev, m->qkv, (size_t)batch.n_rows * in_dim * sizeof(float),
+                               q->rows + (size_t)done[i] * in_dim,
+                               (size_t)n_rows * in_dim * sizeof(float)),
+                 err);
+        for (int32_t j = 0; j < n_rows; j++) {
+            positions[batch.n_rows++] = done[i] + j;
+        }
+    }
+    if (batch.n_seqs == 0) {
+        return false;
+    }
+    struct qkv_attention args = attention_args(m, s);
+    CHECK_OK(m->be->begin(&err, m->dev, &batch), err);
+    CHECK_OK(m->be->attention(&err, m->dev, &args), err);
+    CHECK_OK(m->be->sync(&err, m->dev), err);
+    for (int32_t i = 0; i < batch.n_seqs; i++) {
+        const struct sequence *q = &sequences[which[i]];
+        CHECK_OK(m->be->download(&err, m->dev, m->out,
+                                 (size_t)seqs[i].first_row * out_dim * sizeof(float),
+                                 q->out + (size_t)seqs[i].first_pos * out_dim,
+                                 (size_t)seqs[i].n_rows * out_dim * sizeof(float)),
+                 err);
+        done[which[i]] += seqs[i].n_rows;
+    }
+    return true;
+}
+
+static void run(const struct shape *s, const struct setup *setup, const struct sequence *sequences,
+                int32_t n)
+{
+    struct machine m;
+    int32_t pages[MAX_SEQS][MAX_PAGES];
+    int32_t n_pages[MAX_SEQS];
+    int32_t done[MAX_SEQS] = {0};
+    int32_t taken = 0;
+    int32_t max_rows = 0;
+    for (int32_t i = 0; i < n; i++) {
+        max_rows += sequences[i].n_tokens;
+        n_pages[i] = (sequences[i].n_tokens + PAGE - 1) / PAGE;
+        for (int32_t j = 0; j < n_pages[i]; j++) {
+            pages[i][j] = taken++ * setup->page_step % MAX_PAGES;
+        }
+    }
+    CHECK(taken <= MAX_PAGES);
+    machine_open(&m, s, setup, max_rows);
+    while (run_step(&m, s, sequences, n, pages, n_pages, done)) {
+    }
+    machine_close(&m);
+}
+
+static float *new_out(const struct shape *s, int32_t n_tokens)
+{
+    float *out = malloc((size_t)n_tokens * (size_t)(s->n_heads * s->v_dim) * sizeof(float));
+    CHECK(out != NULL);
+    return out;
+}
+
+/* ---- the reference ---- */
+
+static void reference_head(const struct shape *s, const float *from, int32_t position,
+                           const float *norm, double *x)
+{
+    double sum = 0.0;
+    for (int32_t i = 0; i < s->k_dim; i++) {
+        x[i] = (double)from[i];
+        sum += x[i] * x[i];
+    }
+    if (s->norm) {
+        double r = 1.0 / sqrt(sum / s->k_dim + (double)1e-5f);
+        for (int32_t i = 0; i < s->k_dim; i++) {
+            x[i] *= r * (double)norm[i];
+        }
+    }
+    float inv_freq[256];
+    rope_freqs(s, inv_freq);
+    for (int32_t i = 0; i < s->n_pairs; i++) {
+        int32_t a = s->style == QKV_ROPE_HALVES ? i : 2 * i;
+        int32_t b = s->style == QKV_ROPE_HALVES ? i + s->n_pairs : 2 * i + 1;
+        double angle = (double)((float)position * inv_freq[i]);
+        double xa = x[a];
+        x[a] = xa * cos(angle) - x[b] * sin(angle);
+        x[b] = x[b] * cos(angle) + xa * sin(angle);
+    }
+}
+
+/* k of all positions and heads: [n_tokens, n_kv_heads, k_dim] */
+static double *reference_keys(const struct shape *s, const float *rows, int32_t n_tokens)
+{
+    float q_norm[256];
+    float k_norm[256];
+    head_norm_weights(s, q_norm, k_norm);
+    double *keys = malloc((size_t)(n_tokens * s->n_kv_heads * s->k_dim) * sizeof(double));
+    CHECK(keys != NULL);
+    for (int32_t t = 0; t < n_tokens; t++) {
+        for (int32_t h = 0; h < s->n_kv_heads; h++) {
+            reference_head(s, rows + t * qkv_dim(s) + (s->n_heads + h) * s->k_dim, t, k_norm,
+                           keys + (t * s->n_kv_heads + h) * s->k_dim);
+        }
+    }
+    return keys;
+}
+
+/* Adds the squares of the difference to the reference, and of the reference, for one query row. */
+static void compare_row(const struct shape *s, const float *rows, const double *keys, int32_t t,
+                        int32_t h, const float *out, double *diff2, double *norm2)
+{
+    float q_norm[256];
+    float k_norm[256];
+    double q[256];
+    double weights[4096];
+    int32_t kv_head = h / (s->n_heads / s->n_kv_heads);
+    int32_t first = s->window > 0 && t >= s->window ? t - s->window + 1 : 0;
+    double max = -INFINITY;
+    double sum = 0.0;
+    head_norm_weights(s, q_norm, k_norm);
+    reference_head(s, rows + t * qkv_dim(s) + h * s->k_dim, t, q_norm, q);
+    for (int32_t p = first; p <= t; p++) {
+        double score = 0.0;
+        for (int32_t i = 0; i < s->k_dim; i++) {
+            score += q[i] * keys[(p * s->n_kv_heads + kv_head) * s->k_dim + i];
+        }
+        score /= sqrt((double)s->k_dim);
+        if (s->softcap != 0.0f) {
+            score = (double)s->softcap * tanh(score / (double)s->softcap);
+        }
+        weights[p] = score;
+        max = score > max ? score : max;
+    }
+    for (int32_t p = first; p <= t; p++) {
+        weights[p] = exp(weights[p] - max);
+        sum += weights[p];
+    }
+    for (int32_t i = 0; i < s->v_dim; i++) {
+        double o = 0.0;
+        for (int32_t p = first; p <= t; p++) {
+            const float *v =
+                rows + p * qkv_dim(s) + (s->n_heads + s->n_kv_heads) * s->k_dim + kv_head * s->v_dim;
+            o += weights[p] * (double)v[i];
+        }
+        o /= sum;
+        double got = (double)out[(t * s->n_heads + h) * s->v_dim + i];
+        CHECK(isfinite(got));
+        *diff2 += (got - o) * (got - o);
+        *norm2 += o * o;
+    }
+}
+
+static double relative_error(const struct shape *s, const float *rows, int32_t n_tokens,
+                             const float *out)
+{
+    double diff2 = 0.0;
+    double norm2 = 0.0;
+    double *keys = reference_keys(s, rows, n_tokens);
+    for (int32_t t = 0; t < n_tokens; t++) {
+        for (int32_t h = 0; h < s->n_heads; h++) {
+            compare_row(s, rows, keys, t, h, out, &diff2, &norm2);
+        }
+    }
+    free(keys);
+    return sqrt(diff2 / norm2);
+}
+
+/* ---- tests ---- */
+
+/* The instruction set "scalar" calls fmaf and is compiled without vectors: shorter sequences. */
+static int32_t length_for(const char *isa)
+{
+    return strcmp(isa, "scalar") == 0 ? 275 : 300;
+}
+
+static void check_values(const char *isa, const struct shape *s)
+{
+    /* Tolerances: relative L2 norm. fp32 sums of a few hundred terms; bf16 roundings of q, k, v, p
+     * (each at most 2^-9, 2^-10 on average, partly averaged out). */
+    static const struct {
+        enum qkv_compute compute;
+        enum qkv_kv_format format;
+        double bound;
+    } KINDS[] = {
+        {QKV_COMPUTE_F32, QKV_KV_F32, 2e-6},
+        {QKV_COMPUTE_F32, QKV_KV_BF16, 4e-3},
+        {QKV_COMPUTE_BF16, QKV_KV_BF16, 6e-3},
+    };
+    int32_t n_tokens = length_for(isa);
+    float *rows = random_rows(s, n_tokens, 1);
+    float *out = new_out(s, n_tokens);
+    for (size_t k = 0; k < sizeof KINDS / sizeof KINDS[0]; k++) {
+        struct setup setup = {isa, KINDS[k].compute, KINDS[k].format, 2, 7};
+        struct sequence sequence = {rows, n_tokens, 0, out};
+        run(s, &setup, &sequence, 1);
+        double error = relative_error(s, rows, n_tokens, out);
+        if (!(error < KINDS[k].bound)) {
+            CHECK_FAIL("%s, shape %d, kind %zu: error %g", isa, (int)(s - SHAPES), k, error);
+        }
+        CHECK(error < KINDS[k].bound);
+    }
+    free(rows);
+    free(out);
+}
+
+static void test_values(void)
+{
+    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+        for (int i = 0; isa->usable() && i < N_SHAPES; i++) {
+            check_values(isa->name, &SHAPES[i]);
+        }
+    }
+}
+
+/* With inputs that bf16 holds exactly, no norm and no rope, the only rounding of bf16 arithmetic is
+ * that of the weights, relative to their segment's maximum, and their sum is that of the rounded. */
+static void test_rounding_of_weights(void)
+{
+    const struct shape s = {2, 1, 64, 64, 0, 0.0f, false, 0, QKV_ROPE_HALVES};
+    enum { N = 300, SEGMENT = 256 };
+    float *rows = random_rows(&s, N, 5);
+    float *out = new_out(&s, N);
+    for (int32_t i = 0; i < N * qkv_dim(&s); i++) {
+        rows[i] = to_bf16(rows[i]);
+    }
+    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+        if (!isa->usable()) {
+            continue;
+        }
+        struct setup setup = {isa->name, QKV_COMPUTE_BF16, QKV_KV_BF16, 1, 1};
+        struct sequence sequence = {rows, N, 0, out};
+        run(&s, &setup, &sequence, 1);
+        double diff2 = 0.0;
+        double norm2 = 0.0;
+        for (int32_t t = 0; t < N; t++) {
+            double m = -INFINITY;
+            double l = 0.0;
+            double o[64] = {0};
+            for (int32_t begin = 0; begin <= t; begin += SEGMENT) {
+                double p[SEGMENT];
+                double m_part = -INFINITY;
+                int32_t n = t + 1 - begin < SEGMENT ? t + 1 - begin : SEGMENT;
+                for (int32_t j = 0; j < n; j++) {
+                    const float *q = rows + t * qkv_dim(&s);
+                    const float *k = rows + (begin + j) * qkv_dim(&s) + 128;
+                    p[j] = 0.0;
+                    for (int32_t i = 0; i < 64; i++) {
+                        p[j] += (double)q[i] * (double)k[i] / 8.0;
+                    }
+                    m_part = p[j] > m_part ? p[j] : m_part;
+                }
+                double m_new = m_part > m ? m_part : m;
+                l *= exp(m - m_new);
+                for (int32_t i = 0; i < 64; i++) {
+                    o[i] *= exp(m - m_new);
+                }
+                for (int32_t j = 0; j < n; j++) {
+                    const float *v = rows + (begin + j) * qkv_dim(&s) + 192;
+                    double w = (double)to_bf16((float)exp(p[j] - m_part)) * exp(m_part - m_new);
+                    l += w;
+                    for (int32_t i = 0; i < 64; i++) {
+                        o[i] += w * (double)v[i];
+                    }
+                }
+                m = m_new;
+            }
+            for (int32_t i = 0; i < 64; i++) {
+                double d = (double)out[t * 128 + i] - o[i] / l;
+                diff2 += d * d;
+                norm2 += o[i] / l * (o[i] / l);
+            }
+        }
+        /* A weight whose exponential lies at a tie may round the other way: a few in 10^5. */
+        CHECK(sqrt(diff2 / norm2) < 1e-4);
+    }
+    free(rows);
+    free(out);
+}
+
+static void check_same(const struct shape *s, int32_t n_tokens, const float *a, const float *b,
+                       const char *isa, const char *what, int32_t value)
+{
+    int32_t n = n_tokens * s->n_heads * s->v_dim;
+    for (int32_t i = 0; i < n; i++) {
+        if (memcmp(a + i, b + i, sizeof *a) != 0) {
+            CHECK_FAIL("%s, shape %d, %s %d: token %d channel %d is %.9g, not %.9g", isa,
+                       (int)(s - SHAPES), what, value, i / (s->n_heads * s->v_dim),
+                       i % (s->n_heads * s->v_dim), (double)a[i], (double)b[i]);
+        }
+    }
+    CHECK(memcmp(a, b, (size_t)n * sizeof *a) == 0);
+}
+
+static void check_cuts(const char *isa, const struct shape *s, enum qkv_compute compute)
+{
+    static const int32_t CHUNKS[] = {1, 7, 16, 64};
+    static const int32_t OTHERS[] = {13, 1, 290};
+    enum { N_OTHERS = 3 };
+    int32_t n_tokens = length_for(isa);
+    float *rows = random_rows(s, n_tokens, 2);
+    float *expected = new_out(s, n_tokens);
+    float *out = new_out(s, n_tokens);
+    float *other_rows[N_OTHERS];
+    float *other_out[N_OTHERS];
+    struct setup setup = {isa, compute, compute == QKV_COMPUTE_F32 ? QKV_KV_F32 : QKV_KV_BF16, 1, 1};
+    struct sequence alone = {rows, n_tokens, 0, expected};
+    run(s, &setup, &alone, 1);
+    alone.out = out;
+    setup.page_step = 77;
+    for (int i = 0; i < 4; i++) {
+        setup.n_threads = 1 + i % 3;
+        alone.chunk = CHUNKS[i];
+        run(s, &setup, &alone, 1);
+        check_same(s, n_tokens, out, expected, isa, "chunk", CHUNKS[i]);
+    }
+    struct sequence batch[N_OTHERS + 1];
+    for (int i = 0; i < N_OTHERS; i++) {
+        other_rows[i] = random_rows(s, OTHERS[i], 10 + (uint64_t)i);
+        other_out[i] = new_out(s, OTHERS[i]);
+        batch[i < 2 ? i : 3] = (struct sequence){other_rows[i], OTHERS[i], 5 * i, other_out[i]};
+    }
+    setup.n_threads = 2;
+    batch[2] = (struct sequence){rows, n_tokens, 33, out};
+    run(s, &setup, batch, N_OTHERS + 1);
+    check_same(s, n_tokens, out, expected, isa, "among others, chunk", 33);
+    for (int i = 0; i < N_OTHERS; i++) {
+        free(other_rows[i]);
+        free(other_out[i]);
+    }
+    free(rows);
+    free(expected);
+    free(out);
+}
+
+static void test_cuts(void)
+{
+    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+        for (int i = 0; isa->usable() && i < N_SHAPES; i++) {
+            check_cuts(isa->name, &SHAPES[i], QKV_COMPUTE_BF16);
+        }
+        for (int i = 1; isa->usable() && i < N_SHAPES; i += 3) {
+            check_cuts(isa->name, &SHAPES[i], QKV_COMPUTE_F32);
+        }
+    }
+}
+
+/* What later tokens of the same call hold must not reach a row, not even a NaN. */
+static void test_later_tokens_do_not_matter(void)
+{
+    const struct shape *s = &SHAPES[1];
+    enum { N = 40, BAD = 27 };
+    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+        if (!isa->usable()) {
+            continue;
+        }
+        for (int f32 = 0; f32 < 2; f32++) {
+            struct setup setup = {isa->name, f32 ? QKV_COMPUTE_F32 : QKV_COMPUTE_BF16,
+                                  f32 ? QKV_KV_F32 : QKV_KV_BF16, 1, 1};
+            float *rows = random_rows(s, N, 3);
+            float *expected = new_out(s, N);
+            float *out = new_out(s, N);
+            struct sequence sequence = {rows, N, 0, expected};
+            run(s, &setup, &sequence, 1);
+            rows[(BAD + 1) * qkv_dim(s) - 1] = NAN;      /* a value */
+            rows[(BAD + 2) * qkv_dim(s) - 1] = INFINITY; /* and the next token's */
+            rows[(BAD + 1) * qkv_dim(s) - 65] = NAN;     /* a key */
+            sequence.out = out;
+            run(s, &setup, &sequence, 1);
+            check_same(s, BAD, out, expected, isa->name, "a NaN at token", BAD);
+            CHECK(isnan(out[(BAD + 1) * s->n_heads * s->v_dim - 1]));
+            free(rows);
+            free(expected);
+            free(out);
+        }
+    }
+}
+
+static void test_errors(void)
+{
+    struct qkv_error err;
+    struct machine m;
+    const struct shape *s = &SHAPES[1];
+    struct setup setup = {NULL, QKV_COMPUTE_BF16, QKV_KV_BF16, 1, 1};
+    machine_open(&m, s, &setup, 20);
+    int32_t positions[20];
+    int32_t tokens[20] = {0};
+    int32_t pages[2] = {0, MAX_PAGES};
+    for (int32_t i = 0; i < 20; i++) {
+        positions[i] = i;
+    }
+    struct qkv_batch_seq seq = {0, 0, 20, 0, pages, 2};
+    struct qkv_batch batch = {20, tokens, positions, 1, &seq, &m.kv, 1};
+    struct qkv_attention args = attention_args(&m, s);
+    CHECK_OK(m.be->begin(&err, m.dev, &batch), err);
+    CHECK_ERROR(m.be->attention(&err, m.dev, &args), err, QKV_ERR_ARGUMENT, "page 256");
+    pages[1] = -1;
+    CHECK_ERROR(m.be->attention(&err, m.dev, &args), err, QKV_ERR_ARGUMENT, "page -1");
+    pages[1] = 1;
+    seq.n_pages = 1;
+    CHECK_ERROR(m.be->attention(&err, m.dev, &args), err, QKV_ERR_ARGUMENT, "1 pages");
+    seq.n_pages = 2;
+    args.layer = 2;
+    CHECK_ERROR(m.be->attention(&err, m.dev, &args), err, QKV_ERR_ARGUMENT, "layer 2");
+    args.layer = 0;
+    args.n_heads = 0;
+    CHECK_ERROR(m.be->attention(&err, m.dev, &args), err, QKV_ERR_ARGUMENT, "0 heads");
+    args.n_heads = 4;
+    CHECK_ERROR(m.be->attention(&err, m.dev, &args), err, QKV_ERR_ARGUMENT, "too small");
+    args.n_heads = 3;
+    CHECK_OK(m.be->attention(&err, m.dev, &args), err);
+    machine_close(&m);
+}
+
+CHECK_MAIN(test_values, test_rounding_of_weights, test_cuts, test_later_tokens_do_not_matter,
+           test_errors)
