@@ -12,7 +12,12 @@
 
 enum { QKV_LAYERS_MAX = 512, QKV_EOS_MAX = 16, QKV_ROPES_MAX = 2 };
 
-enum qkv_rope_scaling { QKV_SCALING_NONE, QKV_SCALING_LINEAR, QKV_SCALING_LLAMA3, QKV_SCALING_YARN };
+enum qkv_rope_scaling {
+    QKV_SCALING_NONE,
+    QKV_SCALING_LINEAR,
+    QKV_SCALING_LLAMA3,
+    QKV_SCALING_YARN
+};
 
 struct qkv_rope_config {
     double theta;

@@ -1,0 +1,251 @@
+/* Source of the keys, their defaults and precedence: the config classes of transformers 4.55 and
+ * 5.24, and gguf-py 0.19's constants. */
+#include "model/arch.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+enum {
+    HIDDEN_MAX = 1 << 20,
+    FFN_MAX = 1 << 22,
+    HEADS_MAX = 4096,
+    HEAD_DIM_MAX = 1024,
+    VOCAB_MAX = 1 << 24,
+    POSITIONS_MAX = 1 << 24, /* positions are exact in fp32, see backend.h */
+    NAME_MAX_BYTES = 64
+};
+
+#define KEY(json_name, gguf_name) ((struct qkv_key){json_name, gguf_name})
+
+static const struct qkv_tensor *gguf_tensor(const struct qkv_source *source, const char *name)
+{
+    return source->gguf == NULL ? NULL : qkv_weights_find(source->weights, name);
+}
+
+static enum qkv_status need_int(struct qkv_error *err, const struct qkv_source *source,
+                                struct qkv_key key, int32_t max, int32_t *out)
+{
+    QKV_TRY(qkv_source_need(err, source, key));
+    return qkv_source_int(err, source, key, 1, max, out);
+}
+
+/* GGUF: what the tensor says, because the key may be absent and the tokenizer longer. */
+static enum qkv_status read_vocab(struct qkv_error *err, const struct qkv_source *source,
+                                  struct qkv_model_config *out)
+{
+    if (source->gguf == NULL) {
+        return need_int(err, source, KEY("vocab_size", NULL), VOCAB_MAX, &out->vocab);
+    }
+    const struct qkv_tensor *embed = gguf_tensor(source, "token_embd.weight");
+    if (embed == NULL) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT, "the checkpoint has no tensor token_embd.weight");
+    }
+    if (embed->n_dims != 2 || embed->shape[0] < 1 || embed->shape[0] > VOCAB_MAX) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "token_embd.weight: %d dimensions and %lld rows, must be 2 and 1 .. %d",
+                        (int)embed->n_dims, (long long)embed->shape[0], (int)VOCAB_MAX);
+    }
+    out->vocab = (int32_t)embed->shape[0];
+    return QKV_OK;
+}
+
+static enum qkv_status derive_head_dim(struct qkv_error *err, const struct qkv_source *source,
+                                       const struct qkv_arch_defaults *defaults,
+                                       struct qkv_model_config *out)
+{
+    const struct qkv_tensor *q = gguf_tensor(source, "blk.0.attn_q.weight");
+    if (q != NULL && q->n_dims == 2 && q->shape[0] % out->n_heads == 0 &&
+        q->shape[0] / out->n_heads <= HEAD_DIM_MAX) {
+        out->head_dim = (int32_t)(q->shape[0] / out->n_heads);
+        return QKV_OK;
+    }
+    if (defaults->head_dim != 0) {
+        out->head_dim = defaults->head_dim;
+        return QKV_OK;
+    }
+    if (out->hidden % out->n_heads != 0) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "%d heads do not divide the hidden size %d, and no head_dim is given",
+                        (int)out->n_heads, (int)out->hidden);
+    }
+    out->head_dim = out->hidden / out->n_heads;
+    return QKV_OK;
+}
+
+static enum qkv_status read_heads(struct qkv_error *err, const struct qkv_source *source,
+                                  const struct qkv_arch_defaults *defaults,
+                                  struct qkv_model_config *out)
+{
+    QKV_TRY(need_int(err, source, KEY("num_attention_heads", "attention.head_count"), HEADS_MAX,
+                     &out->n_heads));
+    out->n_kv_heads = defaults->n_kv_heads != 0 ? defaults->n_kv_heads : out->n_heads;
+    QKV_TRY(qkv_source_int(err, source, KEY("num_key_value_heads", "attention.head_count_kv"), 1,
+                           HEADS_MAX, &out->n_kv_heads));
+    if (out->n_heads % out->n_kv_heads != 0) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "%d attention heads are not a multiple of %d key/value heads",
+                        (int)out->n_heads, (int)out->n_kv_heads);
+    }
+    const struct qkv_key dim_key = KEY("head_dim", "attention.key_length");
+    if (!qkv_source_has(source, dim_key)) {
+        QKV_TRY(derive_head_dim(err, source, defaults, out));
+    }
+    QKV_TRY(qkv_source_int(err, source, dim_key, 2, HEAD_DIM_MAX, &out->head_dim));
+    if (out->head_dim < 2 || out->head_dim > HEAD_DIM_MAX || out->head_dim % 2 != 0) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT, "head_dim: %d, must be even and 2 .. %d",
+                        (int)out->head_dim, (int)HEAD_DIM_MAX);
+    }
+    int32_t v_dim = out->head_dim;
+    int32_t rotated = out->head_dim;
+    QKV_TRY(
+        qkv_source_int(err, source, KEY(NULL, "attention.value_length"), 1, HEAD_DIM_MAX, &v_dim));
+    QKV_TRY(
+        qkv_source_int(err, source, KEY(NULL, "rope.dimension_count"), 1, HEAD_DIM_MAX, &rotated));
+    if (v_dim != out->head_dim || rotated != out->head_dim) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "heads of %d channels for keys, %d for values, %d of them rotated: only "
+                        "equal numbers are supported",
+                        (int)out->head_dim, (int)v_dim, (int)rotated);
+    }
+    out->attn_scale = 1.0 / sqrt(out->head_dim);
+    return QKV_OK;
+}
+
+enum qkv_status qkv_arch_sizes(struct qkv_error *err, const struct qkv_source *source,
+                               const struct qkv_arch_defaults *defaults,
+                               struct qkv_model_config *out)
+{
+    int32_t n_experts = 0;
+    QKV_TRY(qkv_source_int(err, source, KEY(NULL, "expert_count"), 0, INT32_MAX, &n_experts));
+    if (n_experts != 0) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "%s.expert_count: %d: experts are not supported",
+                        source->gguf_arch, (int)n_experts);
+    }
+    QKV_TRY(need_int(err, source, KEY("num_hidden_layers", "block_count"), QKV_LAYERS_MAX,
+                     &out->n_layers));
+    QKV_TRY(
+        need_int(err, source, KEY("hidden_size", "embedding_length"), HIDDEN_MAX, &out->hidden));
+    QKV_TRY(
+        need_int(err, source, KEY("intermediate_size", "feed_forward_length"), FFN_MAX, &out->ffn));
+    QKV_TRY(read_vocab(err, source, out));
+    QKV_TRY(read_heads(err, source, defaults, out));
+    out->max_positions = defaults->max_positions;
+    QKV_TRY(qkv_source_int(err, source, KEY("max_position_embeddings", "context_length"), 1,
+                           POSITIONS_MAX, &out->max_positions));
+    out->norm_eps = 1e-6;
+    QKV_TRY(qkv_source_real(err, source, KEY("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+                            1e-20, 1.0, &out->norm_eps));
+    out->tied =
+        source->gguf != NULL ? gguf_tensor(source, "output.weight") == NULL : defaults->tied;
+    return qkv_source_bool(err, source, KEY("tie_word_embeddings", NULL), &out->tied);
+}
+
+enum qkv_status qkv_arch_act(struct qkv_error *err, const struct qkv_source *source,
+                             const char *key, const char *name, struct qkv_model_config *out)
+{
+    static const struct {
+        const char *name;
+        enum qkv_act act;
+    } KNOWN[] = {
+        {"silu", QKV_ACT_SILU},
+        {"swish", QKV_ACT_SILU},
+        {"gelu_pytorch_tanh", QKV_ACT_GELU_TANH},
+    };
+    char text[NAME_MAX_BYTES] = "";
+    (void)snprintf(text, sizeof text, "%s", name);
+    QKV_TRY(qkv_source_text(err, source, KEY(key, NULL), text, sizeof text));
+    for (size_t i = 0; i < sizeof KNOWN / sizeof KNOWN[0]; i++) {
+        if (strcmp(text, KNOWN[i].name) == 0) {
+            out->act = KNOWN[i].act;
+            return QKV_OK;
+        }
+    }
+    return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                    "%s: %s: \"%s\" is not supported, known: silu, swish, gelu_pytorch_tanh",
+                    source->object_name, key, text);
+}
+
+enum qkv_status qkv_arch_biases(struct qkv_error *err, const struct qkv_source *source,
+                                struct qkv_model_config *out)
+{
+    if (source->gguf != NULL) {
+        out->qkv_bias = gguf_tensor(source, "blk.0.attn_q.bias") != NULL;
+        out->out_bias = gguf_tensor(source, "blk.0.attn_output.bias") != NULL;
+        out->mlp_bias = gguf_tensor(source, "blk.0.ffn_down.bias") != NULL;
+        return QKV_OK;
+    }
+    QKV_TRY(qkv_source_bool(err, source, KEY("attention_bias", NULL), &out->qkv_bias));
+    out->out_bias = out->qkv_bias;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_arch_layer_types(struct qkv_error *err, const struct qkv_source *source,
+                                     int32_t n_layers, bool sliding[QKV_LAYERS_MAX], bool *found)
+{
+    *found = false;
+    if (source->gguf != NULL || !qkv_source_has(source, KEY("layer_types", NULL))) {
+        return QKV_OK;
+    }
+    const struct qkv_json_node *list = qkv_json_find(source->object, "layer_types");
+    if (list->type != QKV_JSON_ARRAY || list->count != (uint32_t)n_layers) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "%s: layer_types: %s of %u, must be an array of num_hidden_layers = %d",
+                        source->object_name, qkv_json_type_name(list->type), list->count,
+                        (int)n_layers);
+    }
+    struct qkv_json_iter iter = qkv_json_iter(list);
+    const struct qkv_json_node *element;
+    for (int32_t i = 0; qkv_json_next_element(&iter, &element); i++) {
+        const char *name;
+        QKV_TRY(qkv_json_as_string(err, element, "config.json: layer_types", &name));
+        sliding[i] = strcmp(name, "sliding_attention") == 0;
+        if (!sliding[i] && strcmp(name, "full_attention") != 0) {
+            return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                            "%s: layer_types: \"%.64s\" in layer %d is not supported, known: "
+                            "full_attention, sliding_attention",
+                            source->object_name, name, (int)i);
+        }
+    }
+    *found = true;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_arch_window(struct qkv_error *err, const struct qkv_source *source,
+                                int32_t window, int32_t *out)
+{
+    const struct qkv_json_node *node =
+        source->gguf == NULL ? qkv_json_find(source->object, "sliding_window") : NULL;
+    int32_t value = node != NULL && node->type == QKV_JSON_NULL ? 0 : window;
+    QKV_TRY(qkv_source_int(err, source, KEY("sliding_window", "attention.sliding_window"), 1,
+                           POSITIONS_MAX, &value));
+    *out = value;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_arch_qwen_windows(struct qkv_error *err, const struct qkv_source *source,
+                                      struct qkv_model_config *out)
+{
+    bool use = false;
+    QKV_TRY(qkv_source_bool(err, source, KEY("use_sliding_window", NULL), &use));
+    int32_t window = 0;
+    if (use) {
+        QKV_TRY(qkv_arch_window(err, source, 4096, &window));
+    }
+    int32_t n_full = 28;
+    QKV_TRY(qkv_source_int(err, source, KEY("max_window_layers", NULL), 0, INT32_MAX, &n_full));
+    bool sliding[QKV_LAYERS_MAX];
+    bool found;
+    QKV_TRY(qkv_arch_layer_types(err, source, out->n_layers, sliding, &found));
+    for (int32_t i = 0; i < out->n_layers; i++) {
+        if (found && sliding[i] && window == 0) {
+            return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                            "%s: layer_types: layer %d is sliding_attention, but no sliding window "
+                            "is in use",
+                            source->object_name, (int)i);
+        }
+        const bool slides = found ? sliding[i] : i >= n_full;
+        out->layers[i].window = slides ? window : 0;
+    }
+    return QKV_OK;
+}

@@ -1,0 +1,56 @@
+/* What the describing functions of arch_*.c are made of. */
+#ifndef QKV_MODEL_ARCH_H
+#define QKV_MODEL_ARCH_H
+
+#include "model/config.h"
+#include "model/source.h"
+
+/* qkv_arch_<name>(err, source, out): `out` holds what every model starts with (no flags set, scales
+ * of 1, no ropes, full attention in every layer); the function fills in the rest. */
+#define QKV_ARCH(id, class_name, gguf_name, describe)                                              \
+    enum qkv_status describe(struct qkv_error *err, const struct qkv_source *source,               \
+                             struct qkv_model_config *out);
+#include "model/archs.def"
+
+/* What the architecture's config class of transformers assumes where config.json is silent. */
+struct qkv_arch_defaults {
+    int32_t n_kv_heads; /* 0: n_heads */
+    int32_t head_dim;   /* 0: hidden / n_heads */
+    int32_t max_positions;
+    bool tied;
+};
+
+/* Sizes, vocabulary, positions, norm epsilon, tying; attn_scale from head_dim. */
+enum qkv_status qkv_arch_sizes(struct qkv_error *err, const struct qkv_source *source,
+                               const struct qkv_arch_defaults *defaults,
+                               struct qkv_model_config *out);
+
+/* The activation of the MLP, `name` if the key is not there. GGUF has none: then it is `name`. */
+enum qkv_status qkv_arch_act(struct qkv_error *err, const struct qkv_source *source,
+                             const char *key, const char *name, struct qkv_model_config *out);
+
+/* Biases of q, k, v and of the attention's output by the key attention_bias; in GGUF all biases by
+ * whether the tensors of the first layer are there. */
+enum qkv_status qkv_arch_biases(struct qkv_error *err, const struct qkv_source *source,
+                                struct qkv_model_config *out);
+
+/* Appends a rotary embedding: from rope_scaling and `theta_key`, from rope_parameters (the member
+ * `layer_type` of it, if that is not NULL), or from GGUF's rope.*; `theta` is the default. `scaled`
+ * false: rope_scaling and GGUF's rope.scaling.* are for other layers. */
+enum qkv_status qkv_arch_rope(struct qkv_error *err, const struct qkv_source *source,
+                              const char *layer_type, struct qkv_key theta_key, double theta,
+                              bool scaled, struct qkv_model_config *out);
+
+/* layer_types: true for sliding_attention. *found is false and `sliding` untouched without it. */
+enum qkv_status qkv_arch_layer_types(struct qkv_error *err, const struct qkv_source *source,
+                                     int32_t n_layers, bool sliding[QKV_LAYERS_MAX], bool *found);
+
+/* sliding_window, `window` if it is absent, 0 if it is null. */
+enum qkv_status qkv_arch_window(struct qkv_error *err, const struct qkv_source *source,
+                                int32_t window, int32_t *out);
+
+/* Windows as Qwen says them: use_sliding_window, then layer_types or max_window_layers. */
+enum qkv_status qkv_arch_qwen_windows(struct qkv_error *err, const struct qkv_source *source,
+                                      struct qkv_model_config *out);
+
+#endif

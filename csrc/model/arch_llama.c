@@ -1,0 +1,15 @@
+/* Llama 1 to 3.2 and what shares its graph (SmolLM2, Yi, many others); Mistral's GGUF files too. */
+#include "model/arch.h"
+
+enum qkv_status qkv_arch_llama(struct qkv_error *err, const struct qkv_source *source,
+                               struct qkv_model_config *out)
+{
+    static const struct qkv_arch_defaults DEFAULTS = {.max_positions = 2048};
+    QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
+    QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));
+    QKV_TRY(qkv_arch_biases(err, source, out));
+    QKV_TRY(qkv_source_bool(err, source, (struct qkv_key){"mlp_bias", NULL}, &out->mlp_bias));
+    out->gguf_qk_permuted = source->gguf != NULL;
+    return qkv_arch_rope(err, source, NULL, (struct qkv_key){"rope_theta", "rope.freq_base"}, 1e4,
+                         true, out);
+}

@@ -1,0 +1,14 @@
+/* Qwen 1.5 to 2.5: Llama's graph with biases on q, k and v. */
+#include "model/arch.h"
+
+enum qkv_status qkv_arch_qwen2(struct qkv_error *err, const struct qkv_source *source,
+                               struct qkv_model_config *out)
+{
+    static const struct qkv_arch_defaults DEFAULTS = {.max_positions = 32768};
+    QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
+    QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));
+    QKV_TRY(qkv_arch_rope(err, source, NULL, (struct qkv_key){"rope_theta", "rope.freq_base"}, 1e4,
+                          true, out));
+    out->qkv_bias = true;
+    return qkv_arch_qwen_windows(err, source, out);
+}

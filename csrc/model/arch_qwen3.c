@@ -1,0 +1,15 @@
+/* Qwen 3, dense: Llama's graph with a norm per head on q and k. */
+#include "model/arch.h"
+
+enum qkv_status qkv_arch_qwen3(struct qkv_error *err, const struct qkv_source *source,
+                               struct qkv_model_config *out)
+{
+    static const struct qkv_arch_defaults DEFAULTS = {.head_dim = 128, .max_positions = 32768};
+    QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
+    QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));
+    QKV_TRY(qkv_arch_biases(err, source, out));
+    QKV_TRY(qkv_arch_rope(err, source, NULL, (struct qkv_key){"rope_theta", "rope.freq_base"}, 1e4,
+                          true, out));
+    out->qk_norm = true;
+    return qkv_arch_qwen_windows(err, source, out);
+}

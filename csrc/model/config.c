@@ -1,0 +1,308 @@
+#include "model/config.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "model/arch.h"
+
+struct arch {
+    const char *class_name;
+    const char *gguf_name;
+    enum qkv_status (*describe)(struct qkv_error *err, const struct qkv_source *source,
+                                struct qkv_model_config *out);
+};
+
+static const struct arch ARCHS[] = {
+#define QKV_ARCH(id, class_name, gguf_name, describe) {class_name, gguf_name, describe},
+#include "model/archs.def"
+};
+
+enum { N_ARCHS = sizeof ARCHS / sizeof ARCHS[0] };
+
+static enum qkv_status find_arch(struct qkv_error *err, const char *name, bool gguf,
+                                 const struct arch **out)
+{
+    char known[256] = "";
+    size_t length = 0;
+    for (size_t i = 0; i < N_ARCHS; i++) {
+        const char *candidate = gguf ? ARCHS[i].gguf_name : ARCHS[i].class_name;
+        if (candidate[0] == '\0') {
+            continue;
+        }
+        if (strcmp(candidate, name) == 0) {
+            *out = &ARCHS[i];
+            return QKV_OK;
+        }
+        if (length < sizeof known) {
+            const int n = snprintf(known + length, sizeof known - length, "%s%s",
+                                   length == 0 ? "" : ", ", candidate);
+            length += n > 0 ? (size_t)n : 0;
+        }
+    }
+    return qkv_fail(err, QKV_ERR_UNSUPPORTED, "%s: architecture \"%s\" is not supported, known: %s",
+                    gguf ? "general.architecture" : "config.json", name, known);
+}
+
+static void start_config(const struct arch *arch, struct qkv_model_config *out)
+{
+    memset(out, 0, sizeof *out);
+    (void)snprintf(out->arch, sizeof out->arch, "%s", arch->class_name);
+    out->embed_scale = 1.0;
+    out->attn_scale = 1.0;
+    out->bos_id = -1;
+}
+
+/* Adds an end-of-sequence token unless it is there already. */
+static enum qkv_status add_eos(struct qkv_error *err, const char *where, int64_t id,
+                               struct qkv_model_config *out)
+{
+    if (id < 0 || id >= out->vocab) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: token %" PRId64 ", must be 0 .. %" PRId32,
+                        where, id, out->vocab - 1);
+    }
+    for (int32_t i = 0; i < out->n_eos; i++) {
+        if (out->eos_ids[i] == (int32_t)id) {
+            return QKV_OK;
+        }
+    }
+    if (out->n_eos == QKV_EOS_MAX) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "%s: more than %d end tokens", where,
+                        (int)QKV_EOS_MAX);
+    }
+    out->eos_ids[out->n_eos++] = (int32_t)id;
+    return QKV_OK;
+}
+
+/* eos_token_id: a number, a list of numbers, or nothing. */
+static enum qkv_status read_eos(struct qkv_error *err, const struct qkv_json_node *object,
+                                const char *where, struct qkv_model_config *out)
+{
+    const struct qkv_json_node *node = qkv_json_find(object, "eos_token_id");
+    if (node == NULL || node->type == QKV_JSON_NULL) {
+        return QKV_OK;
+    }
+    int64_t id;
+    if (node->type != QKV_JSON_ARRAY) {
+        QKV_TRY(qkv_json_as_int(err, node, where, &id));
+        return add_eos(err, where, id, out);
+    }
+    struct qkv_json_iter iter = qkv_json_iter(node);
+    const struct qkv_json_node *element;
+    while (qkv_json_next_element(&iter, &element)) {
+        QKV_TRY(qkv_json_as_int(err, element, where, &id));
+        QKV_TRY(add_eos(err, where, id, out));
+    }
+    return QKV_OK;
+}
+
+/* Weights quantized by a tool are told by the config, before a tensor is looked at. */
+static enum qkv_status refuse_quantized(struct qkv_error *err, const struct qkv_json_node *root)
+{
+    static const char *const KEYS[] = {"quantization_config", "compression_config", "quantization"};
+    for (size_t i = 0; i < sizeof KEYS / sizeof KEYS[0]; i++) {
+        const struct qkv_json_node *node = qkv_json_find(root, KEYS[i]);
+        if (node == NULL || node->type == QKV_JSON_NULL) {
+            continue;
+        }
+        const struct qkv_json_node *method = qkv_json_find(node, "quant_method");
+        const bool named = method != NULL && method->type == QKV_JSON_STRING;
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "config.json: %s: quant_method \"%.64s\" is not supported", KEYS[i],
+                        named ? method->as.text : "(not named)");
+    }
+    return QKV_OK;
+}
+
+/* The class: the only entry of "architectures". */
+static enum qkv_status class_name(struct qkv_error *err, const struct qkv_json_node *root,
+                                  const char **out)
+{
+    const struct qkv_json_node *list = qkv_json_find(root, "architectures");
+    if (list == NULL || list->type != QKV_JSON_ARRAY || list->count == 0) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "config.json: architectures is missing, empty or no list: it must name the "
+                        "model's class");
+    }
+    struct qkv_json_iter iter = qkv_json_iter(list);
+    const struct qkv_json_node *first = NULL;
+    (void)qkv_json_next_element(&iter, &first);
+    return qkv_json_as_string(err, first, "config.json: architectures", out);
+}
+
+static enum qkv_status describe_json(struct qkv_error *err, const struct qkv_json_node *root,
+                                     const struct qkv_weights *weights,
+                                     struct qkv_model_config *out)
+{
+    if (root->type != QKV_JSON_OBJECT) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT, "config.json: %s, must be an object",
+                        qkv_json_type_name(root->type));
+    }
+    const char *name;
+    QKV_TRY(class_name(err, root, &name));
+    const struct arch *arch;
+    QKV_TRY(find_arch(err, name, false, &arch));
+    QKV_TRY(refuse_quantized(err, root));
+    start_config(arch, out);
+    const struct qkv_source source = {
+        .object = root, .object_name = "config.json", .weights = weights};
+    QKV_TRY(arch->describe(err, &source, out));
+    QKV_TRY(read_eos(err, root, "config.json: eos_token_id", out));
+    QKV_TRY(qkv_source_int(err, &source, (struct qkv_key){"bos_token_id", NULL}, 0, out->vocab - 1,
+                           &out->bos_id));
+    QKV_TRY(qkv_source_text(err, &source, (struct qkv_key){"torch_dtype", NULL}, out->dtype,
+                            sizeof out->dtype));
+    return qkv_source_text(err, &source, (struct qkv_key){"dtype", NULL}, out->dtype,
+                           sizeof out->dtype);
+}
+
+enum qkv_status qkv_model_config_parse(struct qkv_error *err, const char *json, size_t json_len,
+                                       struct qkv_model_config *out)
+{
+    struct qkv_json *document;
+    enum qkv_status status = qkv_json_parse(err, json, json_len, &document);
+    if (status != QKV_OK) {
+        return qkv_fail_prefix(err, status, "config.json");
+    }
+    struct qkv_model_config config;
+    status = describe_json(err, qkv_json_root(document), NULL, &config);
+    qkv_json_free(document);
+    if (status == QKV_OK) {
+        *out = config;
+    }
+    return status;
+}
+
+/* generation_config.json lists end tokens that config.json often lacks (chat models). */
+static enum qkv_status read_generation_config(struct qkv_error *err,
+                                              const struct qkv_weights *weights,
+                                              struct qkv_model_config *out)
+{
+    char *text;
+    size_t length;
+    QKV_TRY(qkv_weights_read_text(err, weights, "generation_config.json", &text, &length));
+    if (text == NULL) {
+        return QKV_OK;
+    }
+    struct qkv_json *document;
+    enum qkv_status status = qkv_json_parse(err, text, length, &document);
+    free(text);
+    if (status != QKV_OK) {
+        return qkv_fail_prefix(err, status, "generation_config.json");
+    }
+    status = read_eos(err, qkv_json_root(document), "generation_config.json: eos_token_id", out);
+    qkv_json_free(document);
+    return status;
+}
+
+static enum qkv_status refuse_sidecar(struct qkv_error *err, const struct qkv_weights *weights,
+                                      const char *file_name)
+{
+    char *text;
+    size_t length;
+    QKV_TRY(qkv_weights_read_text(err, weights, file_name, &text, &length));
+    if (text == NULL) {
+        return QKV_OK;
+    }
+    free(text);
+    return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                    "%s: checkpoints quantized by ModelOpt are not supported", file_name);
+}
+
+static enum qkv_status read_folder(struct qkv_error *err, const struct qkv_weights *weights,
+                                   struct qkv_model_config *out)
+{
+    char *text;
+    size_t length;
+    QKV_TRY(qkv_weights_read_text(err, weights, "config.json", &text, &length));
+    if (text == NULL) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: no config.json", qkv_weights_folder(weights));
+    }
+    const enum qkv_status status = qkv_model_config_parse(err, text, length, out);
+    free(text);
+    QKV_TRY(status);
+    QKV_TRY(refuse_sidecar(err, weights, "hf_quant_config.json"));
+    return read_generation_config(err, weights, out);
+}
+
+static enum qkv_status gguf_token(struct qkv_error *err, const struct qkv_gguf *gguf,
+                                  const char *key, int64_t *out)
+{
+    *out = -1;
+    return qkv_gguf_opt_int(err, gguf, key, out);
+}
+
+/* Besides the end token, the tokens that end a turn: their keys, and the texts by which llama.cpp
+ * knows them in files whose converter wrote only one key. */
+static enum qkv_status read_gguf_tokens(struct qkv_error *err, const struct qkv_gguf *gguf,
+                                        struct qkv_model_config *out)
+{
+    static const char *const KEYS[] = {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id",
+                                       "tokenizer.ggml.eom_token_id"};
+    static const char *const TEXTS[] = {"<|im_end|>", "<|eot_id|>", "<|endoftext|>",
+                                        "<|end_of_text|>", "<end_of_turn>"};
+    int64_t id;
+    for (size_t i = 0; i < sizeof KEYS / sizeof KEYS[0]; i++) {
+        QKV_TRY(gguf_token(err, gguf, KEYS[i], &id));
+        if (id != -1) {
+            QKV_TRY(add_eos(err, KEYS[i], id, out));
+        }
+    }
+    QKV_TRY(gguf_token(err, gguf, "tokenizer.ggml.bos_token_id", &id));
+    if (id < -1 || id >= out->vocab) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "tokenizer.ggml.bos_token_id: token %" PRId64 ", must be 0 .. %" PRId32, id,
+                        out->vocab - 1);
+    }
+    out->bos_id = (int32_t)id;
+    const struct qkv_gguf_value *tokens = qkv_gguf_find(gguf, "tokenizer.ggml.tokens");
+    if (tokens == NULL) {
+        return QKV_OK;
+    }
+    struct qkv_gguf_iter iter = qkv_gguf_iter(tokens);
+    struct qkv_gguf_value token;
+    for (int64_t i = 0; i < out->vocab && qkv_gguf_next(&iter, &token); i++) {
+        const char *text;
+        size_t length;
+        if (!qkv_gguf_to_string(&token, &text, &length)) {
+            return QKV_OK; /* no strings: the tokenizer's to refuse */
+        }
+        for (size_t k = 0; k < sizeof TEXTS / sizeof TEXTS[0]; k++) {
+            if (length == strlen(TEXTS[k]) && memcmp(text, TEXTS[k], length) == 0) {
+                QKV_TRY(add_eos(err, "tokenizer.ggml.tokens", i, out));
+            }
+        }
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status read_gguf(struct qkv_error *err, const struct qkv_weights *weights,
+                                 struct qkv_model_config *out)
+{
+    const struct qkv_gguf *gguf = qkv_weights_gguf(weights);
+    const struct qkv_source general = {
+        .object_name = "metadata", .gguf = gguf, .gguf_arch = "general", .weights = weights};
+    const struct qkv_key key = {NULL, "architecture"};
+    char name[QKV_ARCH_NAME_MAX] = "";
+    QKV_TRY(qkv_source_need(err, &general, key));
+    QKV_TRY(qkv_source_text(err, &general, key, name, sizeof name));
+    const struct arch *arch;
+    QKV_TRY(find_arch(err, name, true, &arch));
+    start_config(arch, out);
+    const struct qkv_source source = {
+        .object_name = "metadata", .gguf = gguf, .gguf_arch = name, .weights = weights};
+    QKV_TRY(arch->describe(err, &source, out));
+    return read_gguf_tokens(err, gguf, out);
+}
+
+enum qkv_status qkv_model_config_read(struct qkv_error *err, const struct qkv_weights *weights,
+                                      struct qkv_model_config *out)
+{
+    struct qkv_model_config config;
+    QKV_TRY(qkv_weights_container(weights) == QKV_CONTAINER_GGUF
+                ? read_gguf(err, weights, &config)
+                : read_folder(err, weights, &config));
+    *out = config;
+    return QKV_OK;
+}

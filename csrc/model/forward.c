@@ -1,0 +1,149 @@
+/* The one forward pass: the same few backend operations for every architecture; what differs is in
+ * the plan. */
+#include "model/plan.h"
+
+static enum qkv_status run_linear(struct qkv_error *err, const struct qkv_model *model,
+                                  const struct qkv_linear_plan *plan, struct qkv_linear args)
+{
+    args.n_weights = plan->n;
+    for (int32_t i = 0; i < plan->n; i++) {
+        args.weight[i] = plan->weight[i];
+        args.bias[i] = plan->bias[i];
+    }
+    args.norm_eps = (float)model->config.norm_eps;
+    args.act = model->config.act;
+    return model->backend->linear(err, model->device, &args);
+}
+
+/* x += plan(in), or x += norm(plan(in)) where the architecture norms a block's output. */
+static enum qkv_status add_branch(struct qkv_error *err, const struct qkv_model *model,
+                                  const struct qkv_linear_plan *plan,
+                                  const struct qkv_buffer *post_norm, struct qkv_linear args)
+{
+    if (post_norm == NULL) {
+        args.epilogue = QKV_EPILOGUE_ADD;
+        args.y = model->x;
+        return run_linear(err, model, plan, args);
+    }
+    args.epilogue = QKV_EPILOGUE_STORE;
+    args.y = model->branch;
+    QKV_TRY(run_linear(err, model, plan, args));
+    return model->backend->norm_add(err, model->device, model->x, model->branch, post_norm,
+                                    (float)model->config.norm_eps, args.n_rows,
+                                    model->config.hidden);
+}
+
+static enum qkv_status attention_block(struct qkv_error *err, const struct qkv_model *model,
+                                       int32_t layer, int32_t n_rows)
+{
+    const struct qkv_model_config *config = &model->config;
+    const struct qkv_layer_plan *plan = &model->layers[layer];
+    const struct qkv_layer_config *kind = &config->layers[layer];
+    QKV_TRY(run_linear(err, model, &plan->qkv,
+                       (struct qkv_linear){
+                           .x = model->x,
+                           .n_rows = n_rows,
+                           .prologue = QKV_PROLOGUE_RMSNORM,
+                           .norm = plan->attn_norm,
+                           .epilogue = QKV_EPILOGUE_STORE,
+                           .y = model->wide,
+                       }));
+    QKV_TRY(model->backend->attention(err, model->device,
+                                      &(struct qkv_attention){
+                                          .layer = layer,
+                                          .qkv = model->wide,
+                                          .out = model->heads,
+                                          .n_heads = config->n_heads,
+                                          .q_norm = plan->q_norm,
+                                          .k_norm = plan->k_norm,
+                                          .norm_eps = (float)config->norm_eps,
+                                          .rope = kind->rope < 0 ? NULL : model->ropes[kind->rope],
+                                          .scale = (float)config->attn_scale,
+                                          .softcap = (float)config->attn_softcap,
+                                          .window = kind->window,
+                                      }));
+    return add_branch(err, model, &plan->out, plan->attn_post_norm,
+                      (struct qkv_linear){
+                          .x = model->heads,
+                          .n_rows = n_rows,
+                          .prologue = QKV_PROLOGUE_NONE,
+                      });
+}
+
+static enum qkv_status mlp_block(struct qkv_error *err, const struct qkv_model *model,
+                                 int32_t layer, int32_t n_rows)
+{
+    const struct qkv_layer_plan *plan = &model->layers[layer];
+    QKV_TRY(run_linear(err, model, &plan->gate_up,
+                       (struct qkv_linear){
+                           .x = model->x,
+                           .n_rows = n_rows,
+                           .prologue = QKV_PROLOGUE_RMSNORM,
+                           .norm = plan->mlp_norm,
+                           .epilogue = QKV_EPILOGUE_STORE,
+                           .y = model->wide,
+                       }));
+    return add_branch(err, model, &plan->down, plan->mlp_post_norm,
+                      (struct qkv_linear){
+                          .x = model->wide,
+                          .n_rows = n_rows,
+                          .prologue = QKV_PROLOGUE_GATED,
+                      });
+}
+
+enum qkv_status qkv_model_forward(struct qkv_error *err, struct qkv_model *model,
+                                  const struct qkv_batch *batch)
+{
+    const struct qkv_backend *backend = model->backend;
+    model->n_rows = 0;
+    if (batch->n_rows < 1 || batch->n_rows > model->max_rows) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "a batch of %d rows, must be 1 .. %d",
+                        (int)batch->n_rows, (int)model->max_rows);
+    }
+    for (int32_t i = 0; i < batch->n_rows; i++) {
+        if (batch->tokens[i] < 0 || batch->tokens[i] >= model->config.vocab) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "row %d: token %d, must be 0 .. %d", (int)i,
+                            (int)batch->tokens[i], (int)model->config.vocab - 1);
+        }
+    }
+    QKV_TRY(backend->begin(err, model->device, batch));
+    QKV_TRY(backend->embed(err, model->device, model->embed, (float)model->config.embed_scale,
+                           model->x));
+    for (int32_t layer = 0; layer < model->config.n_layers; layer++) {
+        QKV_TRY(attention_block(err, model, layer, batch->n_rows));
+        QKV_TRY(mlp_block(err, model, layer, batch->n_rows));
+    }
+    model->n_rows = batch->n_rows;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_model_logits(struct qkv_error *err, struct qkv_model *model,
+                                 const int32_t *rows, int32_t n, const struct qkv_buffer **logits)
+{
+    if (n < 1 || n > model->max_logit_rows) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "logits of %d rows, must be 1 .. %d", (int)n,
+                        (int)model->max_logit_rows);
+    }
+    for (int32_t i = 0; i < n; i++) {
+        if (rows[i] < 0 || rows[i] >= model->n_rows) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "logits of row %d, the last forward had %d rows",
+                            (int)rows[i], (int)model->n_rows);
+        }
+    }
+    const struct qkv_linear args = {
+        .x = model->x,
+        .row_index = rows,
+        .n_rows = n,
+        .prologue = QKV_PROLOGUE_RMSNORM,
+        .norm = model->final_norm,
+        .norm_eps = (float)model->config.norm_eps,
+        .n_weights = 1,
+        .weight = {model->head},
+        .epilogue = QKV_EPILOGUE_STORE,
+        .softcap = (float)model->config.logit_softcap,
+        .y = model->logits,
+    };
+    QKV_TRY(model->backend->linear(err, model->device, &args));
+    *logits = model->logits;
+    return QKV_OK;
+}

@@ -1,0 +1,408 @@
+/* From a checkpoint to a plan: everything is bound and checked first, so that a bad checkpoint is
+ * refused before the first large matrix is packed; then tensors go up one by one. */
+#include "model/model.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/mem.h"
+#include "model/names.h"
+#include "model/plan.h"
+#include "model/rope.h"
+#include "quant/codec.h"
+
+struct loader {
+    struct qkv_model *model;
+    const struct qkv_weights *weights;
+    const struct qkv_model_options *options;
+    struct qkv_bound bound;
+    uint64_t done_bytes;
+    uint64_t total_bytes;
+};
+
+/* Row of the file that holds row `i` of q or k: GGUF's llama interleaves the halves of each head.
+ */
+static int32_t unpermuted_row(int32_t i, int32_t head_dim)
+{
+    const int32_t in_head = i % head_dim;
+    const int32_t half = head_dim / 2;
+    return i - in_head + 2 * (in_head % half) + in_head / half;
+}
+
+static bool is_permuted(const struct loader *loader, enum qkv_part part)
+{
+    return loader->model->config.gguf_qk_permuted &&
+           (part == QKV_PART_Q || part == QKV_PART_K || part == QKV_PART_Q_BIAS ||
+            part == QKV_PART_K_BIAS);
+}
+
+static enum qkv_status tensor_done(struct qkv_error *err, struct loader *loader,
+                                   const struct qkv_tensor *tensor)
+{
+    const struct qkv_model_options *options = loader->options;
+    qkv_weights_release(loader->weights, tensor);
+    loader->done_bytes += tensor->n_bytes;
+    if (options->progress != NULL &&
+        !options->progress(options->progress_ctx, loader->done_bytes, loader->total_bytes)) {
+        return qkv_fail(err, QKV_ERR_STATE, "interrupted");
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status load_matrix(struct qkv_error *err, struct loader *loader, int32_t layer,
+                                   enum qkv_part part, struct qkv_weight **out)
+{
+    const struct qkv_model *model = loader->model;
+    const struct qkv_tensor *tensor = qkv_bound_get(&loader->bound, layer, part);
+    int32_t *row_index = NULL;
+    if (is_permuted(loader, part)) {
+        const int32_t n_rows = (int32_t)tensor->shape[0];
+        void *block;
+        QKV_TRY(qkv_calloc(err, (size_t)n_rows, sizeof *row_index, &block));
+        row_index = block;
+        for (int32_t i = 0; i < n_rows; i++) {
+            row_index[i] = unpermuted_row(i, model->config.head_dim);
+        }
+    }
+    const struct qkv_weight_desc desc = {
+        .name = tensor->name,
+        .format = tensor->format,
+        .n_out = tensor->shape[0],
+        .k_in = tensor->shape[1],
+        .data = tensor->data,
+        .row_index = row_index,
+    };
+    const enum qkv_status status = model->backend->weight_create(err, model->device, &desc, out);
+    free(row_index);
+    QKV_TRY(status);
+    loader->model->memory.weight_bytes += model->backend->weight_bytes(*out);
+    return tensor_done(err, loader, tensor);
+}
+
+/* Values of a vector as f32, in the order in which the model uses them. Free with free(). */
+static enum qkv_status vector_values(struct qkv_error *err, const struct loader *loader,
+                                     enum qkv_part part, const struct qkv_tensor *tensor,
+                                     float **out)
+{
+    const size_t n = (size_t)tensor->shape[0];
+    void *block;
+    QKV_TRY(qkv_calloc(err, n, 2 * sizeof(float), &block));
+    float *values = block;
+    float *stored = values + n;
+    const enum qkv_status status =
+        qkv_codec_dequantize(err, tensor->format, tensor->data, n, stored);
+    if (status != QKV_OK) {
+        free(block);
+        return qkv_fail_prefix(err, status, tensor->name);
+    }
+    for (size_t i = 0; i < n; i++) {
+        values[i] = is_permuted(loader, part)
+                        ? stored[unpermuted_row((int32_t)i, loader->model->config.head_dim)]
+                        : stored[i];
+    }
+    *out = values;
+    return QKV_OK;
+}
+
+/* Leaves *out NULL if the part is not there. */
+static enum qkv_status load_vector(struct qkv_error *err, struct loader *loader, int32_t layer,
+                                   enum qkv_part part, bool plus_one, struct qkv_buffer **out)
+{
+    struct qkv_model *model = loader->model;
+    const struct qkv_tensor *tensor = qkv_bound_get(&loader->bound, layer, part);
+    if (tensor == NULL) {
+        return QKV_OK;
+    }
+    float *values;
+    QKV_TRY(vector_values(err, loader, part, tensor, &values));
+    const size_t n = (size_t)tensor->shape[0];
+    for (size_t i = 0; plus_one && i < n; i++) {
+        values[i] = 1.0f + values[i];
+    }
+    enum qkv_status status =
+        model->backend->buffer_create(err, model->device, n * sizeof *values, out);
+    if (status == QKV_OK) {
+        status = model->backend->upload(err, model->device, *out, 0, values, n * sizeof *values);
+    }
+    free(values);
+    QKV_TRY(status);
+    model->memory.weight_bytes += n * sizeof(float);
+    return tensor_done(err, loader, tensor);
+}
+
+static enum qkv_status load_norm(struct qkv_error *err, struct loader *loader, int32_t layer,
+                                 enum qkv_part part, struct qkv_buffer **out)
+{
+    return load_vector(err, loader, layer, part, loader->model->config.norm_plus_one, out);
+}
+
+/* The matrices of parts first, first + 2, ..., each followed by its bias. */
+static enum qkv_status load_linear(struct qkv_error *err, struct loader *loader, int32_t layer,
+                                   enum qkv_part first, int32_t n, struct qkv_linear_plan *out)
+{
+    for (int32_t i = 0; i < n; i++) {
+        const enum qkv_part part = (enum qkv_part)((int32_t)first + 2 * i);
+        QKV_TRY(load_matrix(err, loader, layer, part, &out->weight[i]));
+        out->n = i + 1;
+        QKV_TRY(load_vector(err, loader, layer, (enum qkv_part)((int32_t)part + 1), false,
+                            &out->bias[i]));
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status load_layer(struct qkv_error *err, struct loader *loader, int32_t i)
+{
+    struct qkv_layer_plan *plan = &loader->model->layers[i];
+    QKV_TRY(load_norm(err, loader, i, QKV_PART_ATTN_NORM, &plan->attn_norm));
+    QKV_TRY(load_linear(err, loader, i, QKV_PART_Q, 3, &plan->qkv));
+    QKV_TRY(load_norm(err, loader, i, QKV_PART_Q_NORM, &plan->q_norm));
+    QKV_TRY(load_norm(err, loader, i, QKV_PART_K_NORM, &plan->k_norm));
+    QKV_TRY(load_linear(err, loader, i, QKV_PART_OUT, 1, &plan->out));
+    QKV_TRY(load_norm(err, loader, i, QKV_PART_ATTN_POST_NORM, &plan->attn_post_norm));
+    QKV_TRY(load_norm(err, loader, i, QKV_PART_MLP_NORM, &plan->mlp_norm));
+    QKV_TRY(load_linear(err, loader, i, QKV_PART_GATE, 2, &plan->gate_up));
+    QKV_TRY(load_linear(err, loader, i, QKV_PART_DOWN, 1, &plan->down));
+    return load_norm(err, loader, i, QKV_PART_MLP_POST_NORM, &plan->mlp_post_norm);
+}
+
+/* GGUF says Llama 3.1's scaling as a divisor per frequency. */
+static enum qkv_status divide_by_factors(struct qkv_error *err, struct loader *loader,
+                                         float *inv_freq)
+{
+    const struct qkv_tensor *tensor = qkv_bound_get(&loader->bound, -1, QKV_PART_ROPE_FACTORS);
+    if (tensor == NULL) {
+        return QKV_OK;
+    }
+    float *factors;
+    QKV_TRY(vector_values(err, loader, QKV_PART_ROPE_FACTORS, tensor, &factors));
+    for (int64_t i = 0; i < tensor->shape[0]; i++) {
+        if (!(factors[i] > 0.0f)) {
+            const double factor = (double)factors[i];
+            free(factors);
+            return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                            "%s: element %" PRId64 " is %g, must be positive", tensor->name, i,
+                            factor);
+        }
+        inv_freq[i] /= factors[i];
+    }
+    free(factors);
+    return tensor_done(err, loader, tensor);
+}
+
+static enum qkv_status create_ropes(struct qkv_error *err, struct loader *loader)
+{
+    struct qkv_model *model = loader->model;
+    const int32_t n_pairs = model->config.head_dim / 2;
+    void *block;
+    QKV_TRY(qkv_calloc(err, (size_t)n_pairs, sizeof(float), &block));
+    float *inv_freq = block;
+    enum qkv_status status = QKV_OK;
+    for (int32_t i = 0; status == QKV_OK && i < model->config.n_ropes; i++) {
+        struct qkv_rope_desc desc = {
+            .n_pairs = n_pairs, .inv_freq = inv_freq, .style = QKV_ROPE_HALVES};
+        qkv_rope_frequencies(&model->config.ropes[i], n_pairs, inv_freq, &desc.mscale);
+        status = i == 0 ? divide_by_factors(err, loader, inv_freq) : QKV_OK;
+        if (status == QKV_OK) {
+            status = model->backend->rope_create(err, model->device, &desc, &model->ropes[i]);
+        }
+    }
+    free(block);
+    return status;
+}
+
+static enum qkv_status create_buffer(struct qkv_error *err, struct qkv_model *model, uint64_t rows,
+                                     uint64_t cols, struct qkv_buffer **out)
+{
+    uint64_t n_bytes;
+    if (!qkv_mul_size(rows, cols, &n_bytes) || !qkv_mul_size(n_bytes, sizeof(float), &n_bytes) ||
+        n_bytes > SIZE_MAX) {
+        return qkv_fail(err, QKV_ERR_MEMORY,
+                        "a buffer of %" PRIu64 " x %" PRIu64 " numbers does not fit into memory",
+                        rows, cols);
+    }
+    QKV_TRY(model->backend->buffer_create(err, model->device, (size_t)n_bytes, out));
+    model->memory.activation_bytes += n_bytes;
+    return QKV_OK;
+}
+
+static enum qkv_status create_buffers(struct qkv_error *err, struct qkv_model *model)
+{
+    const struct qkv_model_config *config = &model->config;
+    const uint64_t n_rows = (uint64_t)model->max_rows;
+    const uint64_t hidden = (uint64_t)config->hidden;
+    const uint64_t q = (uint64_t)config->n_heads * (uint64_t)config->head_dim;
+    const uint64_t kv = (uint64_t)config->n_kv_heads * (uint64_t)config->head_dim;
+    const uint64_t gate_up = 2 * (uint64_t)config->ffn;
+    const uint64_t wide = q + 2 * kv > gate_up ? q + 2 * kv : gate_up;
+    QKV_TRY(create_buffer(err, model, n_rows, hidden, &model->x));
+    QKV_TRY(create_buffer(err, model, n_rows, wide, &model->wide));
+    QKV_TRY(create_buffer(err, model, n_rows, q, &model->heads));
+    if (config->post_norms) {
+        QKV_TRY(create_buffer(err, model, n_rows, hidden, &model->branch));
+    }
+    return create_buffer(err, model, (uint64_t)model->max_logit_rows, (uint64_t)config->vocab,
+                         &model->logits);
+}
+
+/* Asks the device once for each format of a matrix, and adds up what there is to load. */
+static enum qkv_status survey(struct qkv_error *err, struct loader *loader)
+{
+    const struct qkv_model *model = loader->model;
+    bool asked[QKV_FORMAT_COUNT] = {false};
+    const size_t n_parts = ((size_t)model->config.n_layers + 1) * QKV_PART_COUNT;
+    for (size_t i = 0; i < n_parts; i++) {
+        const struct qkv_tensor *tensor = loader->bound.parts[i];
+        if (tensor == NULL) {
+            continue;
+        }
+        loader->total_bytes += tensor->n_bytes;
+        if (tensor->n_dims < 2 || asked[tensor->format]) {
+            continue;
+        }
+        asked[tensor->format] = true;
+        const struct qkv_support_query query = {
+            .weight_format = tensor->format,
+            .k_format = QKV_KV_FORMAT_COUNT,
+            .v_format = QKV_KV_FORMAT_COUNT,
+        };
+        const enum qkv_status status = model->backend->supports(err, model->device, &query);
+        if (status != QKV_OK) {
+            return qkv_fail_prefix(err, status, tensor->name);
+        }
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status load_head(struct qkv_error *err, struct loader *loader)
+{
+    struct qkv_model *model = loader->model;
+    const struct qkv_tensor *head = qkv_bound_get(&loader->bound, -1, QKV_PART_HEAD);
+    if (head == NULL) {
+        model->head = model->embed;
+        return QKV_OK;
+    }
+    if (model->config.tied) {
+        model->config.tied = false;
+        qkv_log_write(loader->options->log, QKV_LOG_WARNING,
+                      "%s differs from the embedding although the config ties the two: it is used, "
+                      "as transformers does",
+                      head->name);
+    }
+    return load_matrix(err, loader, -1, QKV_PART_HEAD, &model->head);
+}
+
+static enum qkv_status load_all(struct qkv_error *err, struct loader *loader)
+{
+    struct qkv_model *model = loader->model;
+    QKV_TRY(survey(err, loader));
+    QKV_TRY(create_buffers(err, model));
+    QKV_TRY(create_ropes(err, loader));
+    QKV_TRY(load_matrix(err, loader, -1, QKV_PART_EMBED, &model->embed));
+    for (int32_t i = 0; i < model->config.n_layers; i++) {
+        QKV_TRY(load_layer(err, loader, i));
+    }
+    QKV_TRY(load_norm(err, loader, -1, QKV_PART_FINAL_NORM, &model->final_norm));
+    return load_head(err, loader);
+}
+
+static enum qkv_status create_model(struct qkv_error *err, const struct qkv_weights *weights,
+                                    const struct qkv_model_options *options, struct qkv_model **out)
+{
+    if (options->max_rows < 1 || options->max_logit_rows < 1) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "max_rows %d, max_logit_rows %d: must be positive",
+                        (int)options->max_rows, (int)options->max_logit_rows);
+    }
+    void *block;
+    QKV_TRY(qkv_calloc(err, 1, sizeof **out, &block));
+    struct qkv_model *model = block;
+    model->backend = options->backend;
+    model->device = options->device;
+    model->max_rows = options->max_rows;
+    model->max_logit_rows = options->max_logit_rows;
+    enum qkv_status status = qkv_model_config_read(err, weights, &model->config);
+    void *layers = NULL;
+    if (status == QKV_OK) {
+        status = qkv_calloc(err, (size_t)model->config.n_layers, sizeof *model->layers, &layers);
+    }
+    if (status != QKV_OK) {
+        free(model);
+        return status;
+    }
+    model->layers = layers;
+    *out = model;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_model_load(struct qkv_error *err, const struct qkv_weights *weights,
+                               const struct qkv_model_options *options, struct qkv_model **out)
+{
+    struct loader loader = {.weights = weights, .options = options};
+    QKV_TRY(create_model(err, weights, options, &loader.model));
+    enum qkv_status status = qkv_bind_model(err, weights, &loader.model->config, &loader.bound);
+    if (status == QKV_OK) {
+        status = load_all(err, &loader);
+    }
+    qkv_bound_free(&loader.bound);
+    if (status != QKV_OK) {
+        qkv_model_destroy(loader.model);
+        return status;
+    }
+    *out = loader.model;
+    return QKV_OK;
+}
+
+static void destroy_linear(const struct qkv_model *model, struct qkv_linear_plan *plan)
+{
+    for (int32_t i = 0; i < QKV_LINEAR_PARTS; i++) {
+        model->backend->weight_destroy(model->device, plan->weight[i]);
+        model->backend->buffer_destroy(model->device, plan->bias[i]);
+    }
+}
+
+static void destroy_layer(const struct qkv_model *model, struct qkv_layer_plan *plan)
+{
+    struct qkv_buffer *norms[] = {plan->attn_norm,      plan->q_norm,   plan->k_norm,
+                                  plan->attn_post_norm, plan->mlp_norm, plan->mlp_post_norm};
+    for (size_t i = 0; i < sizeof norms / sizeof norms[0]; i++) {
+        model->backend->buffer_destroy(model->device, norms[i]);
+    }
+    destroy_linear(model, &plan->qkv);
+    destroy_linear(model, &plan->out);
+    destroy_linear(model, &plan->gate_up);
+    destroy_linear(model, &plan->down);
+}
+
+void qkv_model_destroy(struct qkv_model *model)
+{
+    if (model == NULL) {
+        return;
+    }
+    for (int32_t i = 0; i < model->config.n_layers; i++) {
+        destroy_layer(model, &model->layers[i]);
+    }
+    for (int32_t i = 0; i < QKV_ROPES_MAX; i++) {
+        model->backend->rope_destroy(model->device, model->ropes[i]);
+    }
+    if (model->head != model->embed) {
+        model->backend->weight_destroy(model->device, model->head);
+    }
+    model->backend->weight_destroy(model->device, model->embed);
+    struct qkv_buffer *buffers[] = {model->final_norm, model->x,      model->wide,
+                                    model->heads,      model->branch, model->logits};
+    for (size_t i = 0; i < sizeof buffers / sizeof buffers[0]; i++) {
+        model->backend->buffer_destroy(model->device, buffers[i]);
+    }
+    free(model->layers);
+    free(model);
+}
+
+const struct qkv_model_config *qkv_model_get_config(const struct qkv_model *model)
+{
+    return &model->config;
+}
+
+void qkv_model_memory(const struct qkv_model *model, struct qkv_model_memory *out)
+{
+    *out = model->memory;
+}

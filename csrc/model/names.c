@@ -1,0 +1,316 @@
+/* Names: the hub's as transformers' modules give them, GGUF's as gguf-py's tensor_mapping has them.
+ * "#" stands for the layer's number. */
+#include "model/names.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/mem.h"
+
+struct part_names {
+    const char *hf;
+    const char *gguf;
+};
+
+#define HF_LAYER "model.layers.#."
+#define GGUF_LAYER "blk.#."
+
+static const struct part_names PART_NAMES[QKV_PART_COUNT] = {
+    [QKV_PART_EMBED] = {"model.embed_tokens.weight", "token_embd.weight"},
+    [QKV_PART_FINAL_NORM] = {"model.norm.weight", "output_norm.weight"},
+    [QKV_PART_HEAD] = {"lm_head.weight", "output.weight"},
+    [QKV_PART_ROPE_FACTORS] = {"", "rope_freqs.weight"},
+    [QKV_PART_ATTN_NORM] = {HF_LAYER "input_layernorm.weight", GGUF_LAYER "attn_norm.weight"},
+    [QKV_PART_Q] = {HF_LAYER "self_attn.q_proj.weight", GGUF_LAYER "attn_q.weight"},
+    [QKV_PART_Q_BIAS] = {HF_LAYER "self_attn.q_proj.bias", GGUF_LAYER "attn_q.bias"},
+    [QKV_PART_K] = {HF_LAYER "self_attn.k_proj.weight", GGUF_LAYER "attn_k.weight"},
+    [QKV_PART_K_BIAS] = {HF_LAYER "self_attn.k_proj.bias", GGUF_LAYER "attn_k.bias"},
+    [QKV_PART_V] = {HF_LAYER "self_attn.v_proj.weight", GGUF_LAYER "attn_v.weight"},
+    [QKV_PART_V_BIAS] = {HF_LAYER "self_attn.v_proj.bias", GGUF_LAYER "attn_v.bias"},
+    [QKV_PART_Q_NORM] = {HF_LAYER "self_attn.q_norm.weight", GGUF_LAYER "attn_q_norm.weight"},
+    [QKV_PART_K_NORM] = {HF_LAYER "self_attn.k_norm.weight", GGUF_LAYER "attn_k_norm.weight"},
+    [QKV_PART_OUT] = {HF_LAYER "self_attn.o_proj.weight", GGUF_LAYER "attn_output.weight"},
+    [QKV_PART_OUT_BIAS] = {HF_LAYER "self_attn.o_proj.bias", GGUF_LAYER "attn_output.bias"},
+    [QKV_PART_ATTN_POST_NORM] = {HF_LAYER "post_attention_layernorm.weight",
+                                 GGUF_LAYER "post_attention_norm.weight"},
+    [QKV_PART_MLP_NORM] = {HF_LAYER "post_attention_layernorm.weight",
+                           GGUF_LAYER "ffn_norm.weight"},
+    [QKV_PART_GATE] = {HF_LAYER "mlp.gate_proj.weight", GGUF_LAYER "ffn_gate.weight"},
+    [QKV_PART_GATE_BIAS] = {HF_LAYER "mlp.gate_proj.bias", GGUF_LAYER "ffn_gate.bias"},
+    [QKV_PART_UP] = {HF_LAYER "mlp.up_proj.weight", GGUF_LAYER "ffn_up.weight"},
+    [QKV_PART_UP_BIAS] = {HF_LAYER "mlp.up_proj.bias", GGUF_LAYER "ffn_up.bias"},
+    [QKV_PART_DOWN] = {HF_LAYER "mlp.down_proj.weight", GGUF_LAYER "ffn_down.weight"},
+    [QKV_PART_DOWN_BIAS] = {HF_LAYER "mlp.down_proj.bias", GGUF_LAYER "ffn_down.bias"},
+    [QKV_PART_MLP_POST_NORM] = {HF_LAYER "post_feedforward_layernorm.weight",
+                                GGUF_LAYER "post_ffw_norm.weight"},
+};
+
+/* Where a block has norms after attention and MLP, "post_attention_layernorm" is the former, and
+ * the norm before the MLP has a name of its own. */
+static const char HF_MLP_NORM_BETWEEN[] = HF_LAYER "pre_feedforward_layernorm.weight";
+
+void qkv_part_name(char out[QKV_TENSOR_NAME_MAX], enum qkv_part part, int32_t layer,
+                   enum qkv_container container, bool post_norms)
+{
+    const char *name = PART_NAMES[part].gguf;
+    if (container == QKV_CONTAINER_SAFETENSORS) {
+        name = part == QKV_PART_MLP_NORM && post_norms ? HF_MLP_NORM_BETWEEN : PART_NAMES[part].hf;
+    }
+    const char *mark = strchr(name, '#');
+    if (mark == NULL) {
+        (void)snprintf(out, QKV_TENSOR_NAME_MAX, "%s", name);
+    } else {
+        (void)snprintf(out, QKV_TENSOR_NAME_MAX, "%.*s%" PRId32 "%s", (int)(mark - name), name,
+                       layer, mark + 1);
+    }
+}
+
+/* Hands out tensors and remembers which. */
+struct binder {
+    const struct qkv_weights *weights;
+    const struct qkv_model_config *config;
+    const struct qkv_tensor **parts; /* of the row that is being filled */
+    int32_t layer;
+    const struct qkv_tensor **used; /* [capacity] */
+    size_t n_used;
+    size_t capacity;
+};
+
+/* "[64, 32]" */
+static void format_shape(char *out, size_t size, int32_t n_dims, const int64_t *shape)
+{
+    size_t length = 0;
+    for (int32_t i = 0; i < n_dims && length < size; i++) {
+        int n = snprintf(out + length, size - length, "%s%" PRId64, i == 0 ? "[" : ", ", shape[i]);
+        length += n > 0 ? (size_t)n : 0;
+    }
+    if (length < size) {
+        (void)snprintf(out + length, size - length, n_dims == 0 ? "[]" : "]");
+    }
+}
+
+static enum qkv_status check_shape(struct qkv_error *err, const struct qkv_tensor *tensor,
+                                   int64_t rows, int64_t cols)
+{
+    const int64_t wanted[2] = {rows, cols};
+    const int32_t n_wanted = cols == 0 ? 1 : 2;
+    bool same = tensor->n_dims == n_wanted;
+    for (int32_t i = 0; same && i < n_wanted; i++) {
+        same = tensor->shape[i] == wanted[i];
+    }
+    if (same) {
+        return QKV_OK;
+    }
+    char there[96];
+    char expected[96];
+    format_shape(there, sizeof there, tensor->n_dims, tensor->shape);
+    format_shape(expected, sizeof expected, n_wanted, wanted);
+    return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: shape %s, the config says %s", tensor->name,
+                    there, expected);
+}
+
+/* A vector of `rows` elements if cols is 0, else a matrix [rows, cols]. */
+static enum qkv_status bind_optional(struct qkv_error *err, struct binder *binder,
+                                     enum qkv_part part, int64_t rows, int64_t cols)
+{
+    char name[QKV_TENSOR_NAME_MAX];
+    qkv_part_name(name, part, binder->layer, qkv_weights_container(binder->weights),
+                  binder->config->post_norms);
+    const struct qkv_tensor *tensor =
+        name[0] == '\0' ? NULL : qkv_weights_find(binder->weights, name);
+    if (tensor != NULL) {
+        QKV_TRY(check_shape(err, tensor, rows, cols));
+        if (binder->n_used == binder->capacity) {
+            return qkv_fail(err, QKV_ERR_INTERNAL, "%s: bound twice", tensor->name);
+        }
+        binder->used[binder->n_used++] = tensor;
+    }
+    binder->parts[part] = tensor;
+    return QKV_OK;
+}
+
+static enum qkv_status bind(struct qkv_error *err, struct binder *binder, enum qkv_part part,
+                            int64_t rows, int64_t cols)
+{
+    QKV_TRY(bind_optional(err, binder, part, rows, cols));
+    if (binder->parts[part] == NULL) {
+        char name[QKV_TENSOR_NAME_MAX];
+        qkv_part_name(name, part, binder->layer, qkv_weights_container(binder->weights),
+                      binder->config->post_norms);
+        return qkv_fail(err, QKV_ERR_CHECKPOINT, "the checkpoint has no tensor %s", name);
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status bind_top(struct qkv_error *err, struct binder *binder)
+{
+    const struct qkv_model_config *config = binder->config;
+    QKV_TRY(bind(err, binder, QKV_PART_EMBED, config->vocab, config->hidden));
+    QKV_TRY(bind(err, binder, QKV_PART_FINAL_NORM, config->hidden, 0));
+    QKV_TRY(bind_optional(err, binder, QKV_PART_ROPE_FACTORS, config->head_dim / 2, 0));
+    if (!config->tied) {
+        return bind(err, binder, QKV_PART_HEAD, config->vocab, config->hidden);
+    }
+    QKV_TRY(bind_optional(err, binder, QKV_PART_HEAD, config->vocab, config->hidden));
+    const struct qkv_tensor *embed = binder->parts[QKV_PART_EMBED];
+    const struct qkv_tensor *head = binder->parts[QKV_PART_HEAD];
+    if (head != NULL && head->format == embed->format && head->n_bytes == embed->n_bytes &&
+        memcmp(head->data, embed->data, embed->n_bytes) == 0) {
+        qkv_weights_release(binder->weights, head);
+        binder->parts[QKV_PART_HEAD] = NULL;
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status bind_layer(struct qkv_error *err, struct binder *binder)
+{
+    const struct qkv_model_config *config = binder->config;
+    const int64_t hidden = config->hidden;
+    const int64_t ffn = config->ffn;
+    const int64_t q = (int64_t)config->n_heads * config->head_dim;
+    const int64_t kv = (int64_t)config->n_kv_heads * config->head_dim;
+    const struct {
+        enum qkv_part part;
+        int64_t rows, cols;
+        bool wanted;
+    } needs[] = {
+        {QKV_PART_ATTN_NORM, hidden, 0, true},
+        {QKV_PART_Q, q, hidden, true},
+        {QKV_PART_Q_BIAS, q, 0, config->qkv_bias},
+        {QKV_PART_K, kv, hidden, true},
+        {QKV_PART_K_BIAS, kv, 0, config->qkv_bias},
+        {QKV_PART_V, kv, hidden, true},
+        {QKV_PART_V_BIAS, kv, 0, config->qkv_bias},
+        {QKV_PART_Q_NORM, config->head_dim, 0, config->qk_norm},
+        {QKV_PART_K_NORM, config->head_dim, 0, config->qk_norm},
+        {QKV_PART_OUT, hidden, q, true},
+        {QKV_PART_OUT_BIAS, hidden, 0, config->out_bias},
+        {QKV_PART_ATTN_POST_NORM, hidden, 0, config->post_norms},
+        {QKV_PART_MLP_NORM, hidden, 0, true},
+        {QKV_PART_GATE, ffn, hidden, true},
+        {QKV_PART_GATE_BIAS, ffn, 0, config->mlp_bias},
+        {QKV_PART_UP, ffn, hidden, true},
+        {QKV_PART_UP_BIAS, ffn, 0, config->mlp_bias},
+        {QKV_PART_DOWN, hidden, ffn, true},
+        {QKV_PART_DOWN_BIAS, hidden, 0, config->mlp_bias},
+        {QKV_PART_MLP_POST_NORM, hidden, 0, config->post_norms},
+    };
+    for (size_t i = 0; i < sizeof needs / sizeof needs[0]; i++) {
+        if (needs[i].wanted) {
+            QKV_TRY(bind(err, binder, needs[i].part, needs[i].rows, needs[i].cols));
+        }
+    }
+    return QKV_OK;
+}
+
+static bool ends_with(const char *text, const char *end)
+{
+    const size_t text_len = strlen(text);
+    const size_t end_len = strlen(end);
+    return text_len >= end_len && strcmp(text + text_len - end_len, end) == 0;
+}
+
+/* Constants that old versions of transformers saved; they follow from the config. */
+static bool is_derived(const char *name)
+{
+    return ends_with(name, "rotary_emb.inv_freq") || ends_with(name, "rotary_emb.cos_cached") ||
+           ends_with(name, "rotary_emb.sin_cached");
+}
+
+static const char *const KV_SCALE_ENDS[] = {"k_scale",      "v_scale",      "kv_scale",
+                                            "k_zero_point", "v_zero_point", "output_scale",
+                                            "q_scale",      "prob_scale"};
+static const char *const QUANT_ENDS[] = {"weight_scale", "weight_scale_inv", "input_scale",
+                                         "qweight",      "qzeros",           "scales",
+                                         "g_idx",        "weight_packed",    "weight_scale_2"};
+
+static bool ends_with_any(const char *name, const char *const *ends, size_t n_ends)
+{
+    for (size_t i = 0; i < n_ends; i++) {
+        if (ends_with(name, ends[i])) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static int compare_pointers(const void *a, const void *b)
+{
+    const uintptr_t x = (uintptr_t)*(const struct qkv_tensor *const *)a;
+    const uintptr_t y = (uintptr_t)*(const struct qkv_tensor *const *)b;
+    return x < y ? -1 : x > y;
+}
+
+static enum qkv_status check_left_over(struct qkv_error *err, struct binder *binder)
+{
+    qsort(binder->used, binder->n_used, sizeof *binder->used, compare_pointers);
+    const char *first = NULL;
+    size_t n_left = 0;
+    for (size_t i = 0; i < qkv_weights_count(binder->weights); i++) {
+        const struct qkv_tensor *tensor = qkv_weights_at(binder->weights, i);
+        if (is_derived(tensor->name) ||
+            (binder->n_used != 0 && bsearch(&tensor, binder->used, binder->n_used,
+                                            sizeof *binder->used, compare_pointers) != NULL)) {
+            continue;
+        }
+        if (ends_with_any(tensor->name, KV_SCALE_ENDS,
+                          sizeof KV_SCALE_ENDS / sizeof *KV_SCALE_ENDS)) {
+            return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                            "%s: scales of a quantized KV cache in a checkpoint are not supported",
+                            tensor->name);
+        }
+        if (ends_with_any(tensor->name, QUANT_ENDS, sizeof QUANT_ENDS / sizeof *QUANT_ENDS)) {
+            return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                            "%s: quantized weights in safetensors are not supported", tensor->name);
+        }
+        first = n_left++ == 0 ? tensor->name : first;
+    }
+    if (n_left != 0) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "%s: no part of the architecture (%zu such tensors)", first, n_left);
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status bind_all(struct qkv_error *err, struct binder *binder,
+                                const struct qkv_bound *bound)
+{
+    for (int32_t layer = -1; layer < binder->config->n_layers; layer++) {
+        binder->layer = layer;
+        binder->parts = bound->parts + (size_t)(layer + 1) * QKV_PART_COUNT;
+        QKV_TRY(layer < 0 ? bind_top(err, binder) : bind_layer(err, binder));
+    }
+    return check_left_over(err, binder);
+}
+
+enum qkv_status qkv_bind_model(struct qkv_error *err, const struct qkv_weights *weights,
+                               const struct qkv_model_config *config, struct qkv_bound *out)
+{
+    const size_t n_rows = (size_t)config->n_layers + 1;
+    const size_t capacity = qkv_weights_count(weights);
+    void *parts = NULL;
+    void *used = NULL;
+    QKV_TRY(qkv_calloc(err, n_rows * QKV_PART_COUNT, sizeof *out->parts, &parts));
+    enum qkv_status status = qkv_calloc(err, capacity + 1, sizeof(struct qkv_tensor *), &used);
+    struct qkv_bound bound = {.parts = parts};
+    if (status == QKV_OK) {
+        struct binder binder = {
+            .weights = weights, .config = config, .used = used, .capacity = capacity};
+        status = bind_all(err, &binder, &bound);
+    }
+    free(used);
+    if (status != QKV_OK) {
+        qkv_bound_free(&bound);
+        return status;
+    }
+    *out = bound;
+    return QKV_OK;
+}
+
+void qkv_bound_free(struct qkv_bound *bound)
+{
+    free(bound->parts);
+    bound->parts = NULL;
+}

@@ -1,0 +1,70 @@
+/* Which tensor of a checkpoint plays which part, and proof that none is missing, misshapen or left
+ * over. */
+#ifndef QKV_MODEL_NAMES_H
+#define QKV_MODEL_NAMES_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "io/weights.h"
+#include "model/config.h"
+
+enum qkv_part {
+    /* of the model: layer -1 */
+    QKV_PART_EMBED,
+    QKV_PART_FINAL_NORM,
+    QKV_PART_HEAD,
+    QKV_PART_ROPE_FACTORS, /* GGUF only */
+    /* of a layer; a bias follows its weight */
+    QKV_PART_ATTN_NORM,
+    QKV_PART_Q,
+    QKV_PART_Q_BIAS,
+    QKV_PART_K,
+    QKV_PART_K_BIAS,
+    QKV_PART_V,
+    QKV_PART_V_BIAS,
+    QKV_PART_Q_NORM,
+    QKV_PART_K_NORM,
+    QKV_PART_OUT,
+    QKV_PART_OUT_BIAS,
+    QKV_PART_ATTN_POST_NORM,
+    QKV_PART_MLP_NORM,
+    QKV_PART_GATE,
+    QKV_PART_GATE_BIAS,
+    QKV_PART_UP,
+    QKV_PART_UP_BIAS,
+    QKV_PART_DOWN,
+    QKV_PART_DOWN_BIAS,
+    QKV_PART_MLP_POST_NORM,
+    QKV_PART_COUNT
+};
+
+enum { QKV_TENSOR_NAME_MAX = 128 };
+
+/* The name that a part has in this kind of checkpoint; "" if it has none there. */
+void qkv_part_name(char out[QKV_TENSOR_NAME_MAX], enum qkv_part part, int32_t layer,
+                   enum qkv_container container, bool post_norms);
+
+/* The tensors of a model by their parts. Row 0 holds the model's own, row 1 + i those of layer i.
+ */
+struct qkv_bound {
+    const struct qkv_tensor **parts; /* [(1 + n_layers) * QKV_PART_COUNT], NULL: not there */
+};
+
+static inline const struct qkv_tensor *qkv_bound_get(const struct qkv_bound *bound, int32_t layer,
+                                                     enum qkv_part part)
+{
+    return bound->parts[(size_t)(layer + 1) * QKV_PART_COUNT + (size_t)part];
+}
+
+/* Binds every tensor that `config` calls for and proves that no other is there. QKV_ERR_CHECKPOINT
+ * names one that is missing, misshapen or left over; QKV_ERR_UNSUPPORTED one that holds scales of a
+ * quantized cache or weight. Constants that follow from the config (rotary_emb.inv_freq) may be
+ * there. With tied embeddings, the head is NULL unless the file holds a head with other values than
+ * the embedding's: transformers then uses the head, and so should the caller. */
+enum qkv_status qkv_bind_model(struct qkv_error *err, const struct qkv_weights *weights,
+                               const struct qkv_model_config *config, struct qkv_bound *out);
+void qkv_bound_free(struct qkv_bound *bound);
+
+#endif

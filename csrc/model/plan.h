@@ -1,0 +1,56 @@
+/* A loaded model from the inside: what model.c builds and forward.c runs. */
+#ifndef QKV_MODEL_PLAN_H
+#define QKV_MODEL_PLAN_H
+
+#include "backend/backend.h"
+#include "model/model.h"
+
+enum { QKV_LINEAR_PARTS = 3 };
+
+/* Matrices that share their input; their outputs lie one after the other in a row. */
+struct qkv_linear_plan {
+    int32_t n;
+    struct qkv_weight *weight[QKV_LINEAR_PARTS];
+    struct qkv_buffer *bias[QKV_LINEAR_PARTS]; /* NULL: none */
+};
+
+/* Every pointer of a norm is f32; NULL where the architecture has none. */
+struct qkv_layer_plan {
+    struct qkv_buffer *attn_norm;
+    struct qkv_linear_plan qkv;
+    struct qkv_buffer *q_norm;
+    struct qkv_buffer *k_norm;
+    struct qkv_linear_plan out;
+    struct qkv_buffer *attn_post_norm;
+    struct qkv_buffer *mlp_norm;
+    struct qkv_linear_plan gate_up;
+    struct qkv_linear_plan down;
+    struct qkv_buffer *mlp_post_norm;
+};
+
+struct qkv_model {
+    struct qkv_model_config config;
+    const struct qkv_backend *backend;
+    struct qkv_device *device;
+    int32_t max_rows;
+    int32_t max_logit_rows;
+
+    struct qkv_weight *embed;
+    struct qkv_weight *head; /* == embed if tied */
+    struct qkv_buffer *final_norm;
+    struct qkv_rope *ropes[QKV_ROPES_MAX];
+    struct qkv_layer_plan *layers; /* [config.n_layers] */
+
+    /* Buffers of a step, f32. */
+    struct qkv_buffer *x;     /* [max_rows, hidden]: the residual stream */
+    struct qkv_buffer *wide;  /* [max_rows, max(q + k + v, 2 * ffn)]: q, k, v, then gate and up */
+    struct qkv_buffer *heads; /* [max_rows, n_heads * head_dim]: what attention returns */
+    struct qkv_buffer
+        *branch; /* [max_rows, hidden]: a block's output before its post-norm, or NULL */
+    struct qkv_buffer *logits; /* [max_logit_rows, vocab] */
+
+    int32_t n_rows; /* of the last forward that succeeded, 0: none */
+    struct qkv_model_memory memory;
+};
+
+#endif

@@ -1,0 +1,12 @@
+/* Frequencies of a rotary embedding, computed in fp32 the way transformers does. */
+#ifndef QKV_MODEL_ROPE_H
+#define QKV_MODEL_ROPE_H
+
+#include "model/config.h"
+
+/* inv_freq: [n_pairs]; mscale: what cos and sin are multiplied by. The config has been validated.
+ */
+void qkv_rope_frequencies(const struct qkv_rope_config *config, int32_t n_pairs, float *inv_freq,
+                          float *mscale);
+
+#endif
