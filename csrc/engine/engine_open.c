@@ -48,7 +48,9 @@ static enum qkv_status open_device(struct qkv_error *err, struct qkv_engine *eng
                                    const struct qkv_engine_options *options)
 {
     const char *name = options->device;
-    if (strcmp(name, "auto") == 0 || strcmp(name, "cpu") == 0) {
+    if (options->backend != NULL) {
+        engine->backend = options->backend;
+    } else if (strcmp(name, "auto") == 0 || strcmp(name, "cpu") == 0) {
         engine->backend = qkv_cpu_backend();
     } else if (strcmp(name, "guard") == 0) {
         engine->backend = qkv_guard_backend();
