@@ -47,7 +47,7 @@ def resolve(model: str | os.PathLike[str]) -> str:
     if name == "demo":
         path = demo_path()
         if not path.is_file() or path.stat().st_size != DEMO_BYTES:
-            raise CheckpointError(f"the demo model is not there yet; this brings it: {DEMO_COMMAND}")
+            raise CheckpointError(f"the demo model is not there; this brings it: {DEMO_COMMAND}")
         return str(path)
     if os.path.exists(name):
         return name

@@ -79,7 +79,7 @@ class Metrics:
 
 @dataclass(kw_only=True)
 class RequestOutput:
-    """The answer to one prompt. `error` says why there is none; other rows are not touched by it."""
+    """The answer to one prompt. `error` says why there is none; it does not touch other rows."""
 
     index: int  # place in the input
     key: Key = None  # the caller's name for the row

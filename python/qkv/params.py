@@ -184,9 +184,7 @@ class SamplingParams:
         if self.temperature < GREEDY_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
         if self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}"
-            )
+            raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise ValueError("max_tokens=0: nothing to do unless prompt_logprobs is given")
 

@@ -229,10 +229,10 @@ class Tokenizer:
         for token, index in entries.items():
             table[index] = convert(token)
         if self._kind == "byte":
-            for index, token in added.items():
+            for index, special in added.items():
                 # Not written in the byte alphabet, unless every character happens to be of it: the
                 # library decodes it as such then, and so do we.
-                table[index] = _byte_level_bytes(token.content)
+                table[index] = _byte_level_bytes(special.content)
         self._table = table
         return table
 

@@ -1,0 +1,38 @@
+"""qkv: batch offline inference of large language models, with a choice of KV-cache formats.
+
+import qkv
+with qkv.Engine("demo") as engine:
+    for output in engine.generate(["The sky is", "Two and two make"]):
+        print(output.text)
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from ._core import CheckpointError, Error, OutOfPages, UnsupportedError
+from .engine import Engine
+from .inspection import Inspection, inspect
+from .outputs import Completion, Metrics, RequestOutput, Score
+from .params import SamplingParams
+from .tokenizer import Tokenizer
+
+try:
+    __version__ = version("qkv")
+except PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "CheckpointError",
+    "Completion",
+    "Engine",
+    "Error",
+    "Inspection",
+    "Metrics",
+    "OutOfPages",
+    "RequestOutput",
+    "SamplingParams",
+    "Score",
+    "Tokenizer",
+    "UnsupportedError",
+    "__version__",
+    "inspect",
+]

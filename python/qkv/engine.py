@@ -1,0 +1,467 @@
+"""Engine: a model with its KV cache; many prompts in, their outputs back."""
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _core, models, options, run
+from ._core import Checkpoint, Error
+from .chat_template import check_messages
+from .outputs import RequestOutput, Score
+from .params import SamplingParams
+from .progress import Progress
+from .run import Hook, Item, ParamsArgument, Run
+from .tokenizer import Tokenizer, from_user
+
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Mapping[str, Any]
+Conversation = Sequence[Mapping[str, Any]] | Mapping[str, Any]
+
+# Rows given to the scheduler at once: it orders them by shared prefixes. Past this a longer list
+# costs memory and gains nothing.
+_LIST_WINDOW = 8192
+# For an input that may be endless, in units of max_running.
+_STREAM_WINDOW = 4
+
+_log = logging.getLogger("qkv")
+_LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING)
+
+
+class Engine:
+    """A model on a device with its KV cache.
+
+    model: a folder with safetensors, a .gguf file, a hub name ("owner/model"), or "demo".
+    kv_cache_dtype: "auto", a name (qkv info lists them), a mapping with "default", "k", "v" and
+        "layers", or a list of these: lanes over the same weights.
+    kv_tokens, mem_fraction: the size of the KV pool, in tokens or as the fraction of the free
+        memory that weights and cache may take. By default what max_running sequences can need, at
+        most a quarter of the memory that is free beside the weights.
+    seed: from which the seeds of rows without one are derived (None: 0), so runs can be repeated.
+    tokenizer: a folder, or an object with encode and decode, instead of the model's own.
+
+    Prompts are text, token ids, or a mapping with "prompt" (or "prompt_token_ids", "messages"),
+    "key" and "params". A row that cannot be answered has its reason in output.error; the others
+    are not touched. Ctrl-C returns within one step: rows that were finished by then are in
+    engine.interrupted (and in the exception's `outputs`), and the engine goes on working.
+
+    One thread at a time: a second one gets an Error. close() (or `with`) gives the memory back.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        kv_cache_dtype: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = "auto",
+        quantization: str | None = None,
+        prefill_quantization: str | None = None,
+        quantization_param_path: str | os.PathLike[str] | None = None,
+        fp8_gemm_backend: str = "auto",
+        fp4_gemm_backend: str = "auto",
+        activation_quant: str = "checkpoint",
+        compute_dtype: str = "bf16",
+        query_dtype: str = "bf16",
+        device: str = "auto",
+        threads: int | None = None,
+        mem_fraction: float | None = None,
+        kv_tokens: int | None = None,
+        max_running: int | None = None,
+        chunk_tokens: int = 512,
+        max_model_len: int | None = None,
+        prefix_cache: bool = True,
+        schedule: str = "offline",
+        tokenizer: Any = None,
+        seed: int | None = None,
+    ) -> None:
+        options.one_of("compute_dtype", compute_dtype, ("bf16", "float32"))
+        options.one_of("device", device, ("auto", "cpu", "guard"))
+        options.one_of("schedule", schedule, ("offline", "fcfs"))
+        options.check_arithmetic(
+            fp8_gemm_backend=fp8_gemm_backend,
+            fp4_gemm_backend=fp4_gemm_backend,
+            activation_quant=activation_quant,
+            query_dtype=query_dtype,
+        )
+        options.check_scales_file(quantization_param_path)
+        if not isinstance(prefix_cache, bool):
+            raise TypeError(f"prefix_cache={prefix_cache!r}: True or False is needed")
+        self._seed = 0 if seed is None else options.integer("seed", seed, 0, 2**64 - 1)
+        self._max_running = options.integer(
+            "max_running", options.DEFAULT_MAX_RUNNING if max_running is None else max_running, 1
+        )
+        options.integer("chunk_tokens", chunk_tokens, 1)
+        max_model_len = options.integer("max_model_len", max_model_len or 0, 0)
+        threads = options.integer("threads", threads or 0, 0, 4096)
+        own = None if tokenizer is None else from_user(tokenizer)
+
+        self._path = models.resolve(model)
+        self._tokenizer: Tokenizer | None = own
+        self._tokenizer_error: Exception | None = None
+        checkpoint = Checkpoint(self._path)
+        try:
+            self._container = checkpoint.container
+            self._folder = checkpoint.folder
+            options.check_quantization(quantization, prefill_quantization, self._container)
+            config = checkpoint.model_config()
+            weights_bytes = sum(entry[3] for entry in checkpoint.tensors())
+        finally:
+            checkpoint.close()
+        self._vocab = int(config["vocab"])
+        self._lanes = options.lanes(
+            kv_cache_dtype,
+            int(config["n_layers"]),
+            compute_dtype=compute_dtype,
+            declared=str(config.get("kv_declared", "")),
+        )
+        length = max_model_len or int(config["max_positions"])
+        self._kv_tokens = options.pool_tokens(
+            kv_tokens=kv_tokens,
+            mem_fraction=mem_fraction,
+            bytes_per_token=options.token_bytes(config, self._lanes),
+            needed=self._max_running * (length + options.PAGE_TOKENS),
+            weights_bytes=weights_bytes,
+        )
+        self._lock = threading.RLock()
+        self._seqs: dict[int, run.Seq] = {}
+        self.interrupted: list[RequestOutput] = []
+        self._core = _core.Engine(
+            self._path,
+            kv_formats=[lane.layers for lane in self._lanes],
+            kv_tokens=self._kv_tokens,
+            threads=threads,
+            compute_dtype="float32" if compute_dtype == "float32" else "bf16",
+            device=device,
+            max_running=self._max_running,
+            chunk_tokens=chunk_tokens,
+            max_model_len=max_model_len,
+            prefix_cache=prefix_cache,
+            offline=schedule == "offline",
+            log=_write_log,
+        )
+
+    # What is loaded.
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """.encode(text), .decode(ids), .apply_chat_template(messages). Read when first needed:
+        prompts given as token ids can do without."""
+        if self._tokenizer is None:
+            if self._tokenizer_error is not None:
+                raise self._tokenizer_error
+            try:
+                self._tokenizer = load_tokenizer(self._path)
+            except Error as error:
+                self._tokenizer_error = error
+                raise
+        return self._tokenizer
+
+    @property
+    def _text_tokenizer(self) -> Tokenizer | None:
+        """None where the model has no tokenizer: outputs then have token ids and no text."""
+        try:
+            return self.tokenizer
+        except Error:
+            return None
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What runs: model, device, instruction set, threads, sizes, KV formats."""
+        return {
+            "model": self._path,
+            "container": self._container,
+            **self._core.info,
+            "kv_cache_dtype": [lane.name for lane in self._lanes],
+        }
+
+    def kv_scales(self) -> list[dict[str, Any]]:
+        """The scales of keys and values in use: lane, layer, k_scale, v_scale, source."""
+        return [
+            {
+                "lane": lane.name,
+                "layer": layer,
+                "k_scale": 1.0,
+                "v_scale": 1.0,
+                "source": f"{lane.layers[layer][0]} cache: stored unscaled",
+            }
+            for lane in self._lanes
+            for layer in range(len(lane.layers))
+        ]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held: weights, activations, kv, scratch."""
+        return dict(self._core.memory())
+
+    def __repr__(self) -> str:
+        lanes = ", ".join(lane.name for lane in self._lanes)
+        return f"Engine({self._path!r}, kv_cache_dtype={lanes}, kv_tokens={self._kv_tokens})"
+
+    # Running.
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: ParamsArgument = None,
+        *,
+        on_finish: Hook | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues each prompt; outputs in the order of the prompts.
+
+        params: one for all, or a list with one for each. on_finish(output) runs once for every
+        answered row and its mapping is stored in output.scores; an exception in it is stored as
+        scores["error"] of that row."""
+        rows = run.as_rows(prompts)
+        return self._collect(run.items(rows, params, self._prompt_item), rows, on_finish, progress)
+
+    def stream(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: ParamsArgument = None,
+        *,
+        on_finish: Hook | None = None,
+        progress: bool = False,
+    ) -> Iterator[RequestOutput]:
+        """Continues each prompt; outputs as they finish (output.index is the place in the input).
+        The prompts may be an endless iterator: a few times max_running of them are under way."""
+        rows = run.as_rows(prompts)
+        run.each_params(params, run.length(rows))
+        entries = run.items(rows, params, self._prompt_item)
+        return self._start(
+            entries, rows, on_finish, progress, self._max_running * _STREAM_WINDOW
+        ).results()
+
+    def chat(
+        self,
+        conversations: Conversation | Iterable[Conversation],
+        params: ParamsArgument = None,
+        *,
+        on_finish: Hook | None = None,
+        progress: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers each conversation, a list of {"role": ..., "content": ...}, put into text by the
+        model's chat template; `template_options` go to the template."""
+        tokenizer = self.tokenizer
+        if not tokenizer.has_chat_template and "chat_template" not in (template_options or {}):
+            tokenizer.apply_chat_template([{"role": "user", "content": ""}])  # raises, saying so
+        rows = _conversations(conversations)
+
+        def build(item: Item, messages: Any) -> None:
+            item.text = tokenizer.apply_chat_template(
+                check_messages(messages), **(template_options or {})
+            )
+            # The template has written the special tokens itself.
+            item.add_special_tokens = False
+
+        return self._collect(run.items(rows, params, build), rows, on_finish, progress)
+
+    def score(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        continuations: Any = None,
+        *,
+        top: int = 0,
+        progress: bool = True,
+    ) -> list[Score]:
+        """Log-probabilities of given tokens, without generating: of each prompt's own tokens from
+        the second on, or of its continuation (one for each prompt).
+
+        Two strings are tokenized together, as lm-evaluation-harness does: spaces at the end of the
+        prompt go to the continuation, and the continuation's tokens are those of the whole text
+        past as many as the prompt alone has. Never holds more than a few rows of the vocabulary.
+        `top`: so many alternatives for each token."""
+        options.integer("top", top, 0, 256)
+        rows = run.as_rows(prompts)
+        if continuations is not None:
+            if isinstance(continuations, str) or run._is_ids(continuations):
+                continuations = [continuations]
+            pairs = list(rows)
+            others = list(continuations)
+            if len(pairs) != len(others):
+                raise ValueError(f"{len(others)} continuations for {len(pairs)} prompts")
+            rows = [(prompt, other) for prompt, other in zip(pairs, others, strict=True)]
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top)
+        build = self._prompt_item if continuations is None else self._pair_item
+        starts: dict[int, int] = {}
+
+        def remember(item: Item, row: Any) -> None:
+            build(item, row)
+            starts[item.index] = item.logprob_start
+
+        outputs = self._collect(run.items(rows, params, remember), rows, None, progress)
+        return [_score(output, starts.get(output.index, 1)) for output in outputs]
+
+    def close(self) -> None:
+        """Gives the memory back. The engine cannot be used afterwards."""
+        self._seqs.clear()
+        self._core.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Inside.
+
+    def _prompt_item(self, item: Item, row: Any) -> None:
+        if isinstance(row, str):
+            item.text = row
+        elif isinstance(row, Sequence) and row and isinstance(row[0], Mapping):
+            item.text = self.tokenizer.apply_chat_template(check_messages(row))
+            item.add_special_tokens = False
+        elif isinstance(row, (list, tuple, np.ndarray)):
+            item.ids = run.token_array(row, self._vocab)
+        else:
+            raise TypeError(f"a prompt is text or token ids, not {type(row).__name__}")
+
+    def _pair_item(self, item: Item, pair: tuple[Any, Any]) -> None:
+        prompt, continuation = pair
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            kept = prompt.rstrip(" ")
+            continuation = prompt[len(kept) :] + continuation
+            item.text = kept + continuation
+            ids = self.tokenizer.encode(item.text)
+            start = len(self.tokenizer.encode(kept))
+        else:
+            first = self._plain_ids(prompt, True)
+            ids = [*first, *self._plain_ids(continuation, False)]
+            start = len(first)
+        item.ids = run.token_array(ids, self._vocab)
+        if start < 1:
+            raise ValueError("the prompt has no tokens: the first one cannot be scored")
+        if start >= len(ids):
+            raise ValueError("the continuation has no tokens of its own")
+        item.logprob_start = start
+
+    def _plain_ids(self, given: Any, special: bool) -> list[int]:
+        if isinstance(given, str):
+            return self.tokenizer.encode(given, add_special_tokens=special)
+        return [int(index) for index in given]
+
+    def _start(
+        self,
+        entries: Iterator[Item],
+        rows: Iterable[Any],
+        on_finish: Hook | None,
+        progress: bool,
+        window: int,
+    ) -> Run:
+        if on_finish is not None and not callable(on_finish):
+            raise TypeError(f"on_finish={on_finish!r:.100}: a function is needed")
+        bar = Progress(progress, run.length(rows))
+        return Run(self, entries, window=window, on_finish=on_finish, progress=bar)
+
+    def _collect(
+        self,
+        entries: Iterator[Item],
+        rows: Iterable[Any],
+        on_finish: Hook | None,
+        progress: bool,
+    ) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        self.interrupted = []
+        with self._exclusive():
+            try:
+                window = max(_LIST_WINDOW, self._max_running * _STREAM_WINDOW)
+                for output in self._start(entries, rows, on_finish, progress, window).results():
+                    outputs.append(output)
+            except BaseException as error:
+                self.interrupted = sorted(outputs, key=lambda output: output.index)
+                if isinstance(error, KeyboardInterrupt):
+                    error.outputs = self.interrupted  # type: ignore[attr-defined]
+                raise
+        outputs.sort(key=lambda output: output.index)
+        return outputs
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise Error("the engine is in use by another thread")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _pump(self) -> int:
+        """One step. What it finished goes to the runs that own the sequences. Returns the tokens
+        computed."""
+        step = self._core.step()
+        ended = list(step.finished)
+        gone = set(ended)
+        for number, token in step.tokens:
+            seq = self._seqs.get(number)
+            if seq is None or seq.watch is None or seq.watch.hit is not None:
+                continue
+            if seq.watch.push(token) and number not in gone:
+                self._core.finish(number, seq.watch.count)
+                ended.append(number)
+        for number in ended:
+            seq = self._seqs.pop(number, None)
+            result = self._core.take(number)
+            if seq is not None:
+                seq.row.run.finish(number, seq, result)
+        if step.n_rows == 0 and not ended:
+            raise Error(f"nothing to compute while {len(self._seqs)} sequences are open")
+        return step.n_rows
+
+
+def _write_log(level: int, line: str) -> None:
+    _log.log(_LEVELS[min(max(level, 0), 2)], line)
+
+
+def _conversations(given: Any) -> Iterable[Any]:
+    """One conversation or many."""
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise TypeError("conversations: lists of {'role': ..., 'content': ...}")
+    if isinstance(given, Mapping):
+        return [given]
+    if isinstance(given, Sequence) and given and isinstance(given[0], Mapping):
+        if "role" in given[0]:
+            return [given]
+    conversations: Iterable[Any] = given
+    return conversations
+
+
+def _score(output: RequestOutput, start: int) -> Score:
+    def one(answer: RequestOutput) -> Score:
+        return Score(
+            index=answer.index,
+            error=answer.error,
+            token_ids=answer.prompt_token_ids[start:] if answer.error is None else _NO_IDS,
+            token_logprobs=answer.prompt_logprobs,
+            rank=answer.prompt_ranks,
+            top_ids=answer.prompt_top_ids,
+            top_logprobs=answer.prompt_top_logprobs,
+        )
+
+    score = one(output)
+    score.lanes = {name: one(lane) for name, lane in output.lanes.items()}
+    return score
+
+
+_NO_IDS = np.zeros(0, np.int32)
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a checkpoint, without loading weights."""
+    checkpoint = Checkpoint(os.fspath(path))
+    try:
+        if checkpoint.container == "gguf":
+            try:
+                return Tokenizer.from_gguf(checkpoint.metadata())
+            except Error as error:
+                raise type(error)(f"{os.fspath(path)}: {error}") from error
+        return Tokenizer.from_folder(checkpoint.folder)
+    finally:
+        checkpoint.close()

@@ -1,0 +1,136 @@
+"""What a checkpoint holds, without loading it."""
+
+import html
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import _core, models, options
+from .engine import load_tokenizer
+
+
+def size(n_bytes: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    value = float(n_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024.0 or unit == "GiB":
+            return f"{n_bytes} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024.0
+    raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """A checkpoint in numbers. `problem` says why this version cannot run it, None if it can."""
+
+    path: str
+    container: str
+    files: list[str]
+    n_tensors: int
+    n_bytes: int
+    formats: dict[str, tuple[int, int]]  # weight format -> (tensors, bytes)
+    config: dict[str, Any] = field(default_factory=dict)  # empty if there is a problem with it
+    kv_bytes_per_token: int | None = None  # with a bf16 cache
+    tokenizer: str | None = None  # how many tokens, or why there is none
+    chat_template: bool = False
+    problem: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        row = dict(vars(self))
+        row["formats"] = {
+            name: {"tensors": count, "bytes": n_bytes}
+            for name, (count, n_bytes) in self.formats.items()
+        }
+        return row
+
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = [("model", self.path)]
+        files = self.files[0] if len(self.files) == 1 else f"{len(self.files)} files"
+        rows.append(("container", f"{self.container}, {os.path.basename(files)}"))
+        if self.problem is not None:
+            rows.append(("cannot run", self.problem))
+        if self.config:
+            config = self.config
+            heads = f"{config['n_heads']} heads, {config['n_kv_heads']} for K and V"
+            rows += [
+                ("architecture", str(config["arch"])),
+                ("layers", f"{config['n_layers']}, hidden {config['hidden']}, ffn {config['ffn']}"),
+                ("attention", f"{heads}, {config['head_dim']} each"),
+                ("vocabulary", str(config["vocab"])),
+                ("context", f"{config['max_positions']} tokens"),
+            ]
+        rows.append(("tensors", f"{self.n_tensors}, {size(self.n_bytes)}"))
+        for name, (count, n_bytes) in self.formats.items():
+            rows.append((f"  {name}", f"{count} tensors, {size(n_bytes)}"))
+        if self.kv_bytes_per_token is not None:
+            rows.append(("bf16 KV cache", f"{size(self.kv_bytes_per_token)} per token"))
+        rows.append(("tokenizer", self.tokenizer or "none"))
+        rows.append(("chat template", "yes" if self.chat_template else "no"))
+        return rows
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
+            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
+            for name, value in self._rows()
+        )
+        return f"<table>{cells}</table>"
+
+
+def inspect(model: str | os.PathLike[str]) -> Inspection:
+    """Reads the directory of a checkpoint: formats, sizes, architecture. Loads no weight."""
+    path = models.resolve(model)
+    checkpoint = _core.Checkpoint(path)
+    try:
+        container, files = checkpoint.container, list(checkpoint.files)
+        tensors = checkpoint.tensors()
+        problem: str | None = None
+        config: dict[str, Any] = {}
+        try:
+            config = checkpoint.model_config()
+        except _core.Error as error:
+            problem = str(error)
+    finally:
+        checkpoint.close()
+    formats: dict[str, tuple[int, int]] = {}
+    for _, name, _, n_bytes in tensors:
+        count, total = formats.get(name, (0, 0))
+        formats[name] = (count + 1, total + n_bytes)
+    if problem is None:
+        missing = sorted(set(formats) - {name for name, has in _core.formats() if has})
+        if missing:
+            problem = f"no codec for {', '.join(missing)}"
+    words, template = _tokenizer(path)
+    return Inspection(
+        path=path,
+        container=container,
+        files=files,
+        n_tensors=len(tensors),
+        n_bytes=sum(entry[3] for entry in tensors),
+        formats=dict(sorted(formats.items(), key=lambda entry: -entry[1][1])),
+        config=config,
+        kv_bytes_per_token=_kv_bytes(config),
+        tokenizer=words,
+        chat_template=template,
+        problem=problem,
+    )
+
+
+def _kv_bytes(config: dict[str, Any]) -> int | None:
+    if not config:
+        return None
+    lanes = options.lanes("bf16", config["n_layers"], compute_dtype="bf16", declared="")
+    return options.token_bytes(config, lanes)
+
+
+def _tokenizer(path: str) -> tuple[str, bool]:
+    try:
+        tokenizer = load_tokenizer(path)
+    except _core.Error as error:
+        return f"none: {error}", False
+    return f"{tokenizer.vocab_size} tokens", tokenizer.has_chat_template

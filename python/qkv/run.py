@@ -1,0 +1,470 @@
+"""One run over many prompts: rows in, outputs out, a bounded number of them under way."""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._core import Error, OutOfPages, Result
+from .outputs import Completion, Key, Metrics, RequestOutput
+from .params import SamplingParams
+from .progress import Progress
+from .tokenizer import Decoder, Tokenizer, check_text
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+Hook = Callable[[RequestOutput], Mapping[str, Any] | None]
+
+
+@dataclass(kw_only=True)
+class Item:
+    """A row as it comes in, before it has token ids."""
+
+    index: int
+    key: Key = None
+    text: str | None = None
+    add_special_tokens: bool = True
+    ids: NDArray[np.int32] | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    logprob_start: int = 1  # first prompt token whose log-probability is reported
+    error: str | None = None
+
+
+class StopWatch:
+    """Looks for stop strings in the output as it grows."""
+
+    def __init__(self, params: SamplingParams, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._stops = tuple(params.stop)
+        self._reach = max(len(stop) for stop in self._stops) - 1
+        self._min_tokens = params.min_tokens
+        self._from = 0  # what was written before min_tokens is not looked at
+        self._text = ""
+        self.count = 0  # tokens seen
+        self.hit: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Up to the stop string."""
+        return self._text
+
+    def push(self, token: int) -> bool:
+        """True if a stop string is complete now."""
+        self.count += 1
+        piece = self._decoder.push(token)
+        start = max(len(self._text) - self._reach, self._from, 0)
+        self._text += piece
+        if self.count <= self._min_tokens:
+            self._from = len(self._text)
+            return False
+        found = [(self._text.find(stop, start), stop) for stop in self._stops]
+        found = [(place, stop) for place, stop in found if place >= 0]
+        if not found:
+            return False
+        place, self.hit = min(found, key=lambda entry: entry[0])
+        self._text = self._text[:place]
+        return True
+
+
+class Row:
+    """A row that is under way: one sequence per lane and sample."""
+
+    def __init__(self, run: "Run", item: Item, n_lanes: int) -> None:
+        assert item.ids is not None
+        self.run = run
+        self.item = item
+        self.ids = item.ids
+        n = item.params.n
+        self.completions: list[list[Completion | None]] = [[None] * n for _ in range(n_lanes)]
+        self.results: list[list[Result | None]] = [[None] * n for _ in range(n_lanes)]
+        self.open: dict[int, Seq] = {}
+
+
+@dataclass
+class Seq:
+    row: Row
+    lane: int
+    sample: int
+    watch: StopWatch | None
+
+
+def derive_seed(engine_seed: int, ids: NDArray[np.int32], key: Key) -> int:
+    """64 bits from what the row is, never from where it stands."""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(engine_seed.to_bytes(8, "little"))
+    digest.update(ids.astype("<i4").tobytes())
+    digest.update(repr(key).encode("utf-8", "surrogatepass"))
+    return int.from_bytes(digest.digest(), "little")
+
+
+def token_array(given: Any, vocab: int) -> NDArray[np.int32]:
+    """Token ids checked against the vocabulary; ValueError names the first that is not of it."""
+    array = np.asarray(given)
+    if array.size == 0:
+        raise ValueError("the prompt is empty")
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"token ids must be a list of integers, not {array.dtype} {array.shape}")
+    wrong = np.flatnonzero((array < 0) | (array >= vocab))
+    if wrong.size:
+        place = int(wrong[0])
+        raise ValueError(
+            f"token id {int(array[place])} at position {place}: the vocabulary has {vocab}"
+        )
+    return np.ascontiguousarray(array, np.int32)
+
+
+class Run:
+    """Feeds items into the engine and collects outputs."""
+
+    def __init__(
+        self,
+        engine: "Engine",
+        items: Iterator[Item],
+        *,
+        window: int,
+        on_finish: Hook | None,
+        progress: Progress,
+    ) -> None:
+        self._engine = engine
+        self._items = items
+        self._window = window
+        self._on_finish = on_finish
+        self._progress = progress
+        self._exhausted = False
+        self._rows: set[Row] = set()
+        self._done: deque[RequestOutput] = deque()
+
+    def results(self) -> Iterator[RequestOutput]:
+        """Outputs as they finish. Whatever ends this, nothing stays behind in the engine."""
+        try:
+            while True:
+                with self._engine._exclusive():
+                    self._fill()
+                while self._done:
+                    output = self._done.popleft()
+                    self._hook(output)
+                    self._progress.rows()
+                    yield output
+                if self._rows:
+                    with self._engine._exclusive():
+                        self._progress.step(self._engine._pump())
+                elif self._exhausted and not self._done:
+                    return
+        finally:
+            self._abort()
+            self._progress.close()
+
+    def _hook(self, output: RequestOutput) -> None:
+        if self._on_finish is None or output.error is not None:
+            return
+        try:
+            scores = self._on_finish(output)
+            output.scores = {} if scores is None else dict(scores)
+        except Exception as error:  # the caller's code: it marks its row and nothing else
+            output.scores = {"error": f"{type(error).__name__}: {error}"}
+
+    def _fill(self) -> None:
+        room = self._window - len(self._rows)
+        if self._exhausted or room <= 0:
+            return
+        batch: list[Item] = []
+        while len(batch) < room:
+            item = next(self._items, None)
+            if item is None:
+                self._exhausted = True
+                break
+            batch.append(item)
+        self._encode(batch)
+        for item in batch:
+            if item.error is None:
+                self._start(item)
+            if item.error is not None:
+                ids = np.zeros(0, np.int32) if item.ids is None else item.ids
+                self._done.append(
+                    RequestOutput(
+                        index=item.index,
+                        key=item.key,
+                        prompt=item.text,
+                        prompt_token_ids=ids,
+                        error=item.error,
+                        metrics=Metrics(prompt_tokens=len(ids)),
+                    )
+                )
+
+    def _encode(self, batch: Sequence[Item]) -> None:
+        """Text to ids, many rows at once; a row that cannot be encoded gets its error."""
+        for special in (True, False):
+            rows: list[tuple[Item, str]] = []
+            for item in batch:
+                if item.text is None or item.ids is not None or item.error is not None:
+                    continue
+                if item.add_special_tokens == special:
+                    try:
+                        check_text(item.text)
+                        rows.append((item, item.text))
+                    except ValueError as error:
+                        item.error = str(error)
+            if rows:
+                texts = [text for _, text in rows]
+                tokenizer = self._engine.tokenizer
+                encoded = tokenizer.encode_batch(texts, add_special_tokens=special)
+                for (item, _), ids in zip(rows, encoded, strict=True):
+                    item.ids = np.asarray(ids, np.int32)
+
+    def _start(self, item: Item) -> None:
+        try:
+            item.ids = token_array(item.ids, self._engine._vocab)
+            options = self._options(item, item.ids)
+        except ValueError as error:
+            item.error = str(error)
+            return
+        row = Row(self, item, len(self._engine._lanes))
+        core, params = self._engine._core, item.params
+        for lane in range(len(self._engine._lanes)):
+            for sample in range(params.n):
+                if sample > 0:
+                    options["logprob_start"] = -1
+                try:
+                    number = core.add(row.ids, lane=lane, sample=sample, **options)
+                except (ValueError, OverflowError, OutOfPages) as error:
+                    item.error = str(error)
+                    self._drop(row)
+                    return
+                watch = None
+                if params.stop:
+                    decoder = self._engine.tokenizer.decoder(
+                        skip_special_tokens=params.skip_special_tokens
+                    )
+                    watch = StopWatch(params, decoder)
+                seq = Seq(row, lane, sample, watch)
+                row.open[number] = seq
+                self._engine._seqs[number] = seq
+            options["logprob_start"] = self._logprob_start(item, row.ids)
+        self._rows.add(row)
+
+    def _logprob_start(self, item: Item, ids: NDArray[np.int32]) -> int:
+        if item.params.prompt_logprobs is None or len(ids) <= item.logprob_start:
+            return -1
+        return item.logprob_start
+
+    def _options(self, item: Item, ids: NDArray[np.int32]) -> dict[str, Any]:
+        """The arguments of the core's add()."""
+        params = item.params
+        seed = params.seed
+        if seed is None:
+            seed = derive_seed(self._engine._seed, ids, item.key)
+        options: dict[str, Any] = {
+            "max_tokens": params.max_tokens,
+            "min_tokens": params.min_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "seed": seed,
+            "ignore_eos": params.ignore_eos,
+            "n_top": params.logprobs or 0,
+            "logprob_start": self._logprob_start(item, ids),
+            "prompt_n_top": params.prompt_logprobs or 0,
+            "repetition_penalty": params.repetition_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "watch": bool(params.stop),
+        }
+        if params.stop_token_ids:
+            options["stop_token_ids"] = np.asarray(params.stop_token_ids, np.int32)
+        if params.logit_bias:
+            options["bias_ids"] = np.asarray(list(params.logit_bias), np.int32)
+            options["bias"] = np.asarray(list(params.logit_bias.values()), np.float32)
+        if params.bad_words:
+            options["bad_words"] = self._bad_words(params)
+        return options
+
+    def _bad_words(self, params: SamplingParams) -> list[NDArray[np.int32]]:
+        """A word is meant at the start of a text and after a space, which are different tokens."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                found[tuple(word)] = None
+                continue
+            for text in (word, " " + word.lstrip(" ")):
+                ids = self._engine.tokenizer.encode(text, add_special_tokens=False)
+                if ids:
+                    found[tuple(ids)] = None
+        return [np.asarray(ids, np.int32) for ids in found]
+
+    def _drop(self, row: Row) -> None:
+        for number in row.open:
+            self._engine._seqs.pop(number, None)
+            self._engine._core.abort(number)
+        row.open.clear()
+        self._rows.discard(row)
+
+    def _abort(self) -> None:
+        for row in list(self._rows):
+            self._drop(row)
+
+    def finish(self, number: int, seq: Seq, result: Result) -> None:
+        """A sequence is through. The last one of a row completes it."""
+        row = seq.row
+        del row.open[number]
+        row.results[seq.lane][seq.sample] = result
+        row.completions[seq.lane][seq.sample] = self._completion(row, seq, result)
+        if not row.open:
+            self._rows.discard(row)
+            self._done.append(self._output(row))
+
+    def _completion(self, row: Row, seq: Seq, result: Result) -> Completion:
+        stopped = result.finish_reason == "stop" and result.stop_token >= 0
+        stop_reason: str | int | None = result.stop_token if stopped else None
+        reason: str = result.finish_reason
+        if seq.watch is not None and seq.watch.hit is not None:
+            text, stop_reason, reason = seq.watch.text, seq.watch.hit, "stop"
+        else:
+            ids = result.token_ids[:-1] if stopped else result.token_ids
+            text = _text(self._engine._text_tokenizer, ids, row.item.params)
+        return Completion(
+            text=text,
+            token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            top_ids=result.top_ids,
+            top_logprobs=result.top_logprobs,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+        )
+
+    def _output(self, row: Row) -> RequestOutput:
+        lanes = [self._lane_output(row, lane) for lane in range(len(row.results))]
+        output = lanes[0]
+        if len(lanes) > 1:
+            names = [lane.name for lane in self._engine._lanes]
+            # The first lane's entry is a copy, so that the result does not contain itself.
+            lanes[0] = self._lane_output(row, 0)
+            output.lanes = dict(zip(names, lanes, strict=True))
+        return output
+
+    def _lane_output(self, row: Row, lane: int) -> RequestOutput:
+        results = [result for result in row.results[lane] if result is not None]
+        first = results[0]
+        return RequestOutput(
+            index=row.item.index,
+            key=row.item.key,
+            prompt=row.item.text,
+            prompt_token_ids=row.ids,
+            outputs=[item for item in row.completions[lane] if item is not None],
+            prompt_logprobs=first.prompt_logprobs,
+            prompt_ranks=first.prompt_ranks,
+            prompt_top_ids=first.prompt_top_ids,
+            prompt_top_logprobs=first.prompt_top_logprobs,
+            metrics=_metrics(results, len(row.ids)),
+        )
+
+
+def _text(tokenizer: Tokenizer | None, ids: NDArray[np.int32], params: SamplingParams) -> str:
+    if tokenizer is None or not len(ids):
+        return ""
+    return tokenizer.decode_output(ids, skip_special_tokens=params.skip_special_tokens)
+
+
+def _metrics(results: Sequence[Result], n_prompt: int) -> Metrics:
+    rates = [
+        (result.total_time - result.time_to_first_token) / (len(result.token_ids) - 1)
+        for result in results
+        if len(result.token_ids) > 1
+    ]
+    return Metrics(
+        queue_time=min(result.queue_time for result in results),
+        time_to_first_token=min(result.time_to_first_token for result in results),
+        time_per_token=sum(rates) / len(rates) if rates else 0.0,
+        total_time=max(result.total_time for result in results),
+        prompt_tokens=n_prompt,
+        cached_tokens=results[0].cached_tokens,
+        output_tokens=sum(len(result.token_ids) for result in results),
+        retractions=sum(result.retractions for result in results),
+    )
+
+
+def _is_ids(value: Any) -> bool:
+    """One prompt given as token ids."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) > 0
+        and isinstance(value[0], (int, np.integer))
+    )
+
+
+def as_rows(prompts: Any) -> Iterable[Any]:
+    """One prompt or many, as an iterable of prompts."""
+    if isinstance(prompts, (str, Mapping)) or _is_ids(prompts):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts={prompts!r:.100}: text, token ids, or an iterable of these")
+    return prompts
+
+
+def length(rows: Iterable[Any]) -> int | None:
+    return len(rows) if isinstance(rows, Sized) else None
+
+
+ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
+
+
+def each_params(params: ParamsArgument, count: int | None) -> Iterator[SamplingParams] | None:
+    """Parameters for each row, checked; None if there is one set for all (as given, or default)."""
+    if params is None or isinstance(params, SamplingParams):
+        return None
+    if isinstance(params, (str, Mapping)) or not isinstance(params, Sequence):
+        raise TypeError(f"params={params!r:.100}: SamplingParams, or a list with one for each row")
+    for place, entry in enumerate(params):
+        if not isinstance(entry, SamplingParams):
+            raise TypeError(f"params[{place}]={entry!r:.100}: SamplingParams are needed")
+    if count is not None and len(params) != count:
+        raise ValueError(f"params has {len(params)} entries for {count} prompts")
+    return iter(params)
+
+
+def items(rows: Iterable[Any], params: ParamsArgument, build: Callable[[Item, Any], None]) -> Any:
+    """Items of rows. `build` fills in what the row holds; ValueError, TypeError and Error in it are
+    the row's."""
+    own = each_params(params, length(rows))
+    common = params if isinstance(params, SamplingParams) else SamplingParams()
+    for index, row in enumerate(rows):
+        chosen = common if own is None else next(own, None)
+        if chosen is None:
+            raise ValueError(f"params has {index} entries and there are more prompts")
+        item = Item(index=index, params=chosen)
+        try:
+            if isinstance(row, Mapping):
+                row = _unwrap(item, row)
+            build(item, row)
+        except (ValueError, TypeError, Error) as error:
+            item.error = str(error)
+        yield item
+    if own is not None and next(own, None) is not None:
+        raise ValueError("params has more entries than there are prompts")
+
+
+def _unwrap(item: Item, row: Mapping[str, Any]) -> Any:
+    """A row as a mapping: prompt, prompt_token_ids or messages, and key and params if it likes;
+    other entries are the caller's own."""
+    key = row.get("key")
+    if key is not None and not isinstance(key, (str, int)):
+        raise TypeError(f"key={key!r}: text or an integer")
+    item.key = key
+    params = row.get("params")
+    if isinstance(params, Mapping):
+        params = SamplingParams.from_mapping(params)
+    if params is not None:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params={params!r:.100}: SamplingParams or a mapping")
+        item.params = params
+    for name in ("prompt", "prompt_token_ids", "messages"):
+        if row.get(name) is not None:
+            return row[name]
+    raise ValueError("the row has none of prompt, prompt_token_ids, messages")
