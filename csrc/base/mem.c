@@ -1,4 +1,6 @@
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* MAP_ANONYMOUS, madvise */
+#endif
 #include "base/mem.h"
 
 #include <stdlib.h>

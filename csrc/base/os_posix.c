@@ -1,4 +1,6 @@
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* madvise, O_CLOEXEC, clock_gettime */
+#endif
 #include "base/os.h"
 
 #include <dirent.h>

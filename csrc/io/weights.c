@@ -105,6 +105,12 @@ static enum qkv_status add_file_in_folder(struct qkv_error *err, struct qkv_weig
 {
     char *path = NULL;
     QKV_TRY(qkv_path_join(err, weights->folder, name, &path));
+    if (!qkv_path_is_file(path)) {
+        enum qkv_status status =
+            qkv_fail(err, QKV_ERR_CHECKPOINT, "%s is not there", path);
+        free(path);
+        return status;
+    }
     return add_file(err, weights, path);
 }
 

@@ -21,16 +21,18 @@ struct qkv_tensor {
     enum qkv_format format;
     int32_t n_dims;
     int64_t shape[QKV_DIMS_MAX]; /* outermost first, for GGUF too: a matrix is [out, in] */
-    const uint8_t *data;         /* row-major, the last axis contiguous */
+    const uint8_t *data;         /* row-major, the last axis contiguous; at any address: safetensors
+                                    promises no alignment */
     uint64_t n_bytes;
 };
 
 struct qkv_weights;
 struct qkv_gguf; /* metadata of a GGUF file: io/gguf.h */
 
-/* `path`: a folder (model.safetensors, or model.safetensors.index.json with its shards, or exactly
- * one GGUF model), a .safetensors file, or a .gguf file (of a split model: any part; all parts must
- * be there). Errors name the file and the tensor. */
+/* `path`: a folder (model.safetensors.index.json with its shards, else model.safetensors, else
+ * exactly one GGUF model), a .safetensors file, or a .gguf file (of a split model: any part; all
+ * parts must be there). Index and shards must agree on every tensor. Errors name the file and the
+ * tensor. */
 enum qkv_status qkv_weights_open(struct qkv_error *err, const char *path, struct qkv_weights **out);
 void qkv_weights_close(struct qkv_weights *weights); /* NULL is fine */
 
