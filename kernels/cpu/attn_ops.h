@@ -93,7 +93,7 @@ struct qkv_cpu_kv_codec {
 /* Log-sum-exp of a row and what else one pass gives. */
 struct qkv_logits_stats {
     float max;
-    double sum; /* of exp(logit - max) over the row; the maximum's own term is exactly 1 */
+    double rest; /* sum of exp(logit - max) over the row without (one of) the maximum's own 1 */
     bool finite; /* no NaN, the maximum finite */
 };
 

@@ -402,8 +402,7 @@ static void sample_row(const struct job *job, size_t index, const struct work *w
     const float *x = job->logits + (size_t)row->row * (size_t)job->n_vocab;
     struct qkv_logits_stats stats;
     job->ops->logits_stats(x, job->n_vocab, &stats);
-    /* log1p keeps the digits of a log-probability near 0: the maximum's own term is exactly 1. */
-    double log_sum = log1p(stats.sum - 1.0);
+    double log_sum = log1p(stats.rest); /* keeps the digits of a log-probability near 0 */
     int32_t token = row->target;
     if (token < 0) {
         token = stats.finite ? choose(job, row, x, work) : 0;
