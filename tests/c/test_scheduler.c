@@ -27,6 +27,8 @@ struct sim {
     int64_t n_rows;
     int64_t n_sampled;
     int32_t n_vocab;
+    bool had_failed_step; /* after which rows that were never committed may be in pages */
+    uint64_t trace;       /* hash of all slices so far */
     uint64_t random;
 };
 
@@ -153,10 +155,14 @@ static void compute_slice(struct sim *sim, const struct qkv_slice *slice)
     CHECK_EQ_INT(slice->last, end == seq->n_tokens);
     CHECK_EQ_INT(seq->n_pages, (seq->n_tokens + QKV_PAGE_TOKENS - 1) / QKV_PAGE_TOKENS);
     for (int32_t at = 0; at < seq->n_pages * QKV_PAGE_TOKENS; at++) {
+        uint64_t slot = *slot_of(sim, seq, at);
         if (at < seq->n_cached) {
-            CHECK(*slot_of(sim, seq, at) == prefix_hash(seq, at));
-        } else {
-            CHECK_EQ_INT(*slot_of(sim, seq, at), 0);
+            if (slot != prefix_hash(seq, at)) {
+                CHECK_FAIL("sequence %d reads another's position %d", (int)seq->id, (int)at);
+            }
+        } else if (slot != 0 &&
+                   !(sim->had_failed_step && at < seq->n_tokens && slot == prefix_hash(seq, at))) {
+            CHECK_FAIL("sequence %d finds a used slot at %d", (int)seq->id, (int)at);
         }
     }
     for (int32_t at = seq->n_cached; at < end; at++) {
@@ -188,6 +194,7 @@ static void compute_step(struct sim *sim, const struct qkv_step *step)
     for (int32_t i = 0; i < step->n_slices; i++) {
         const struct qkv_seq *seq = step->slices[i].seq;
         n_rows += step->slices[i].n_rows;
+        sim->trace = mix(sim->trace * 31 + (uint64_t)seq->id * 977 + (uint64_t)seq->n_cached);
         if (seq->n_tokens == seq->n_prompt || seq->n_cached < seq->n_tokens - 1) {
             n_prefill += step->slices[i].n_rows;
         }
@@ -306,7 +313,608 @@ static void test_one_request(void)
     sim_destroy(sim);
 }
 
-static void random_ops(struct qkv_scheduler_options options, int32_t n_ops, uint64_t seed)
+static void plan(struct sim *sim, struct qkv_step *step)
+{
+    struct qkv_error err;
+    CHECK_OK(qkv_scheduler_plan(&err, sim->scheduler, step), err);
+    sim_check(sim);
+}
+
+/* Computes and commits a plan, then samples. */
+static void run(struct sim *sim, const struct qkv_step *step)
+{
+    struct qkv_error err;
+    compute_step(sim, step);
+    CHECK_OK(qkv_scheduler_commit(&err, sim->scheduler), err);
+    sample_step(sim);
+    sim_check(sim);
+}
+
+static void test_wrong_calls(void)
+{
+    struct qkv_error err;
+    struct qkv_scheduler *scheduler = NULL;
+    struct qkv_scheduler_options bad = roomy;
+    bad.chunk_tokens = 0;
+    CHECK_ERROR(qkv_scheduler_create(&err, &bad, &scheduler), err, QKV_ERR_ARGUMENT,
+                "chunk_tokens is 0");
+    bad = roomy;
+    bad.n_lanes = 64;
+    bad.n_pages = 1 << 28;
+    CHECK_ERROR(qkv_scheduler_create(&err, &bad, &scheduler), err, QKV_ERR_ARGUMENT, "64 lanes");
+    CHECK(scheduler == NULL);
+
+    struct sim *sim = sim_create(roomy);
+    struct qkv_step step;
+    int32_t prompt[40];
+    fill(prompt, 40, 1);
+    struct qkv_seq *big = seq_make(prompt, 40, 64 * 16 - 39);
+    CHECK_ERROR(qkv_scheduler_add(&err, sim->scheduler, big), err, QKV_ERR_PAGES,
+                "1025 tokens needed (prompt 40 + max_tokens 985), the KV pool holds 1024");
+    seq_free(big);
+    struct qkv_seq *huge = NULL;
+    CHECK_OK(qkv_seq_create(&err, prompt, 40, INT32_MAX - 40, &huge), err);
+    CHECK_ERROR(qkv_scheduler_add(&err, sim->scheduler, huge), err, QKV_ERR_PAGES, "2147483647");
+    huge->lane = 1;
+    CHECK_ERROR(qkv_scheduler_add(&err, sim->scheduler, huge), err, QKV_ERR_ARGUMENT,
+                "lane: 1, there are 1");
+    qkv_seq_destroy(huge);
+    CHECK_EQ_INT(sim_counts(sim).n_waiting, 0);
+
+    struct qkv_seq *seq = sim_add(sim, prompt, 40, 64 * 16 - 40, 0); /* just fits */
+    CHECK_ERROR(qkv_scheduler_add(&err, sim->scheduler, seq), err, QKV_ERR_STATE, "added twice");
+    CHECK_ERROR(qkv_scheduler_append(&err, sim->scheduler, seq, 1), err, QKV_ERR_STATE,
+                "0 of 40 positions");
+    CHECK_ERROR(qkv_scheduler_commit(&err, sim->scheduler), err, QKV_ERR_STATE, "without a plan");
+    plan(sim, &step);
+    CHECK_ERROR(qkv_scheduler_plan(&err, sim->scheduler, &step), err, QKV_ERR_STATE,
+                "planned again");
+    CHECK_ERROR(qkv_scheduler_append(&err, sim->scheduler, seq, 1), err, QKV_ERR_STATE, "inside");
+    run(sim, &step);
+    CHECK_ERROR(qkv_scheduler_append(&err, sim->scheduler, seq, 1), err, QKV_ERR_STATE,
+                "32 of 40 positions");
+    sim_destroy(sim);
+}
+
+static void test_append_and_plan(void)
+{
+    struct qkv_error err;
+    struct sim *sim = sim_create(roomy);
+    struct qkv_step step;
+    int32_t prompt[20];
+    fill(prompt, 20, 1);
+    struct qkv_seq *seq = sim_add(sim, prompt, 20, 1, 0);
+    plan(sim, &step);
+    compute_step(sim, &step);
+    CHECK_OK(qkv_scheduler_commit(&err, sim->scheduler), err);
+    CHECK_ERROR(qkv_scheduler_plan(&err, sim->scheduler, &step), err, QKV_ERR_STATE,
+                "all 20 tokens are computed");
+    CHECK_OK(qkv_scheduler_append(&err, sim->scheduler, seq, 7), err);
+    CHECK_EQ_INT(seq->tokens[20], 7);
+    CHECK_ERROR(qkv_scheduler_append(&err, sim->scheduler, seq, 7), err, QKV_ERR_STATE,
+                "20 of 21 positions");
+    plan(sim, &step);
+    CHECK_EQ_INT(step.n_rows, 1);
+    compute_step(sim, &step);
+    CHECK_OK(qkv_scheduler_commit(&err, sim->scheduler), err);
+    CHECK_ERROR(qkv_scheduler_append(&err, sim->scheduler, seq, 7), err, QKV_ERR_ARGUMENT,
+                "appended to 21, prompt and max_tokens allow 21");
+    sim_finish(sim, seq);
+    sim_destroy(sim);
+}
+
+/* What a second request finds of the first one's 40 prompt tokens and 10 sampled ones, 9 of which
+ * were computed: three full pages. */
+static void test_reuse(void)
+{
+    struct sim *sim = sim_create(roomy);
+    int32_t tokens[60];
+    fill(tokens, 40, 1);
+    struct qkv_seq *first = sim_add(sim, tokens, 40, 10, 0);
+    while (first->n_tokens < 49) {
+        (void)sim_step(sim);
+    }
+    memcpy(tokens, first->tokens, 49 * sizeof *tokens);
+    fill(tokens + 49, 11, 500);
+    (void)sim_drain(sim, 100);
+    static const struct {
+        int32_t n_prompt;
+        int32_t limit;
+        int32_t n_cached;
+    } cases[] = {
+        {60, INT32_MAX, 48}, {49, INT32_MAX, 48}, {48, INT32_MAX, 32}, {33, INT32_MAX, 32},
+        {32, INT32_MAX, 16}, {16, INT32_MAX, 0},  {60, 47, 32},        {60, 16, 16},
+        {60, 15, 0},         {60, 0, 0},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        int64_t n_before = sim_counts(sim).n_reused_tokens;
+        struct qkv_step step;
+        struct qkv_seq *seq = seq_make(tokens, cases[i].n_prompt, 1);
+        struct qkv_error err;
+        seq->n_reuse_limit = cases[i].limit;
+        CHECK_OK(qkv_scheduler_add(&err, sim->scheduler, seq), err);
+        sim->seqs[sim->n_seqs++] = seq;
+        plan(sim, &step);
+        CHECK_EQ_INT(seq->n_cached, cases[i].n_cached);
+        CHECK_EQ_INT(seq->n_first_cached, cases[i].n_cached);
+        CHECK_EQ_INT(sim_counts(sim).n_reused_tokens - n_before, cases[i].n_cached);
+        run(sim, &step);
+        (void)sim_drain(sim, 100);
+    }
+    qkv_scheduler_flush(sim->scheduler);
+    CHECK_EQ_INT(sim_counts(sim).n_free_pages, 64);
+    struct qkv_seq *seq = sim_add(sim, tokens, 60, 1, 0);
+    (void)sim_step(sim);
+    CHECK_EQ_INT(seq->n_first_cached, 0);
+    sim_destroy(sim);
+}
+
+/* Two sequences that compute the same pages in one step end up on one copy of them. */
+static void test_twins(void)
+{
+    struct qkv_scheduler_options options = roomy;
+    options.offline = false;
+    options.chunk_tokens = 100;
+    struct sim *sim = sim_create(options);
+    int32_t tokens[40];
+    fill(tokens, 40, 1);
+    struct qkv_seq *a = sim_add(sim, tokens, 40, 2, 0);
+    struct qkv_seq *b = sim_add(sim, tokens, 40, 2, 0);
+    struct qkv_step step;
+    plan(sim, &step);
+    CHECK_EQ_INT(step.n_rows, 80);
+    CHECK(a->pages[0] != b->pages[0]);
+    CHECK_EQ_INT(sim_counts(sim).n_free_pages, 58);
+    run(sim, &step);
+    CHECK_EQ_INT(a->pages[0], b->pages[0]);
+    CHECK_EQ_INT(a->pages[1], b->pages[1]);
+    CHECK(a->pages[2] != b->pages[2]);
+    CHECK_EQ_INT(sim_counts(sim).n_free_pages, 60);
+    (void)sim_drain(sim, 10);
+    sim_destroy(sim);
+}
+
+static void test_no_prefix_cache(void)
+{
+    struct qkv_scheduler_options options = roomy;
+    options.prefix_cache = false;
+    struct sim *sim = sim_create(options);
+    int32_t tokens[40];
+    fill(tokens, 40, 1);
+    for (int i = 0; i < 5; i++) {
+        (void)sim_add(sim, tokens, 40, 3, 0);
+    }
+    (void)sim_drain(sim, 20);
+    CHECK_EQ_INT(sim_counts(sim).n_prefill_rows, 200);
+    CHECK_EQ_INT(sim_counts(sim).n_reused_tokens, 0);
+    CHECK_EQ_INT(sim_counts(sim).n_free_pages, 64);
+    sim_destroy(sim);
+}
+
+/* A decode row costs a prompt nothing; two prompts share a chunk in order. */
+static void test_rows_of_a_step(void)
+{
+    struct sim *sim = sim_create(roomy);
+    int32_t tokens[50];
+    fill(tokens, 50, 1);
+    struct qkv_seq *a = sim_add(sim, tokens, 10, 20, 0);
+    (void)sim_step(sim);
+    fill(tokens, 50, 100);
+    struct qkv_seq *b = sim_add(sim, tokens, 50, 0, 0);
+    fill(tokens, 50, 200);
+    struct qkv_seq *c = sim_add(sim, tokens, 20, 0, 0);
+    struct qkv_step step;
+    plan(sim, &step);
+    CHECK_EQ_INT(step.n_slices, 2);
+    CHECK(step.slices[0].seq == a && step.slices[0].n_rows == 1 && step.slices[0].last);
+    CHECK(step.slices[1].seq == b && step.slices[1].n_rows == 32 && !step.slices[1].last);
+    CHECK_EQ_INT(c->state, QKV_SEQ_WAITING); /* no rows for it, so no pages either */
+    run(sim, &step);
+    plan(sim, &step);
+    CHECK_EQ_INT(step.n_slices, 3);
+    CHECK(step.slices[1].seq == b && step.slices[1].n_rows == 18 && step.slices[1].last);
+    CHECK(step.slices[2].seq == c && step.slices[2].n_rows == 14 && !step.slices[2].last);
+    run(sim, &step);
+    CHECK_EQ_INT(sim->n_finished, 1); /* b: nothing to sample */
+    (void)sim_drain(sim, 30);
+    CHECK_EQ_INT(sim_counts(sim).n_prefill_rows, 80);
+    CHECK_EQ_INT(sim->n_rows, 80 + 19);
+    sim_destroy(sim);
+}
+
+static void test_max_running(void)
+{
+    struct qkv_scheduler_options options = roomy;
+    options.max_running = 2;
+    options.chunk_tokens = 64;
+    struct sim *sim = sim_create(options);
+    for (int32_t i = 0; i < 5; i++) {
+        int32_t token = 10 - i;
+        (void)sim_add(sim, &token, 1, 2 + i, 0);
+    }
+    struct qkv_step step;
+    plan(sim, &step);
+    CHECK_EQ_INT(step.n_slices, 2);
+    CHECK_EQ_INT(step.slices[0].seq->tokens[0], 6);
+    CHECK_EQ_INT(step.slices[1].seq->tokens[0], 7);
+    CHECK_EQ_INT(sim_counts(sim).n_running, 2);
+    CHECK_EQ_INT(sim_counts(sim).n_waiting, 3);
+    run(sim, &step);
+    (void)sim_drain(sim, 30);
+    sim_destroy(sim);
+}
+
+/* Order in which the sequences of a queue first get rows. */
+static void start_order(bool offline, int64_t *ids /* [5] */)
+{
+    static const int32_t prompts[5][3] = {{3, 1, 2}, {1, 2, 9}, {3, 1, 1}, {1, 2, -1}, {3, 1, 2}};
+    struct qkv_scheduler_options options = roomy;
+    options.offline = offline;
+    options.max_running = 1;
+    struct sim *sim = sim_create(options);
+    for (int32_t i = 0; i < 5; i++) {
+        (void)sim_add(sim, prompts[i], prompts[i][2] < 0 ? 2 : 3, 1, 0);
+    }
+    for (int32_t i = 0; i < 5; i++) {
+        struct qkv_step step;
+        plan(sim, &step);
+        CHECK_EQ_INT(step.n_slices, 1);
+        ids[i] = step.slices[0].seq->id;
+        run(sim, &step);
+    }
+    CHECK_EQ_INT(sim->n_seqs, 0);
+    sim_destroy(sim);
+}
+
+static void test_orders(void)
+{
+    int64_t ids[5];
+    start_order(false, ids);
+    for (int32_t i = 0; i < 5; i++) {
+        CHECK_EQ_INT(ids[i], i);
+    }
+    static const int64_t sorted[] = {3, 1, 2, 0, 4};
+    start_order(true, ids);
+    for (int32_t i = 0; i < 5; i++) {
+        CHECK_EQ_INT(ids[i], sorted[i]);
+    }
+}
+
+/* Siblings wait for the prefix that the first of them computes; a stranger behind them does not. */
+static void test_waits_for_prefix(void)
+{
+    struct qkv_scheduler_options options = roomy;
+    options.chunk_tokens = 100;
+    struct sim *sim = sim_create(options);
+    int32_t tokens[50];
+    fill(tokens, 50, 1);
+    struct qkv_seq *siblings[3];
+    for (int32_t i = 0; i < 3; i++) {
+        tokens[40] = 1000 + i;
+        siblings[i] = sim_add(sim, tokens, 50, 4, 0);
+    }
+    fill(tokens, 50, 2000);
+    struct qkv_seq *stranger = sim_add(sim, tokens, 20, 4, 0);
+    struct qkv_step step;
+    plan(sim, &step);
+    CHECK_EQ_INT(step.n_slices, 2);
+    CHECK(step.slices[0].seq == siblings[0] && step.slices[0].n_rows == 50);
+    CHECK(step.slices[1].seq == stranger);
+    run(sim, &step);
+    plan(sim, &step);
+    CHECK_EQ_INT(step.n_slices, 4);
+    for (int32_t i = 1; i < 3; i++) {
+        CHECK_EQ_INT(siblings[i]->n_cached, 32);
+        CHECK_EQ_INT(siblings[i]->pages[1], siblings[0]->pages[1]);
+    }
+    run(sim, &step);
+    (void)sim_drain(sim, 20);
+    CHECK_EQ_INT(sim_counts(sim).n_prefill_rows, 50 + 2 * 18 + 20);
+    sim_destroy(sim);
+}
+
+/* The stranger does not take the places of those that wait for a prefix. */
+static void test_waiting_keeps_its_claim(void)
+{
+    struct qkv_scheduler_options options = roomy;
+    options.chunk_tokens = 100;
+    int32_t tokens[50];
+    struct qkv_step step;
+    for (int32_t what = 0; what < 2; what++) {
+        if (what == 0) {
+            options.max_running = 3;
+            options.n_pages = 64;
+        } else { /* 3 + 1 + 1 pages of growth for the first, 2 x (2 + 1) claimed, 1 is left */
+            options.max_running = 16;
+            options.n_pages = 12;
+        }
+        struct sim *sim = sim_create(options);
+        fill(tokens, 50, 1);
+        for (int32_t i = 0; i < 3; i++) {
+            tokens[40] = 1000 + i;
+            (void)sim_add(sim, tokens, 48, 17, 0);
+        }
+        fill(tokens, 50, 2000);
+        struct qkv_seq *stranger = sim_add(sim, tokens, 16, 16, 0);
+        plan(sim, &step);
+        CHECK_EQ_INT(step.n_slices, 1);
+        CHECK_EQ_INT(stranger->state, QKV_SEQ_WAITING);
+        run(sim, &step);
+        plan(sim, &step);
+        CHECK(step.n_slices >= 3);
+        CHECK_EQ_INT(sim->seqs[1]->n_cached, 32);
+        CHECK_EQ_INT(sim->seqs[2]->n_cached, 32);
+        run(sim, &step);
+        (void)sim_drain(sim, 60);
+        CHECK_EQ_INT(sim_counts(sim).n_prefill_rows, 48 + 2 * 16 + 16);
+        sim_destroy(sim);
+    }
+}
+
+/* Runs n_groups x n_users requests, groups interleaved, each 96 tokens of the group's prefix and 20
+ * of its own; returns the rows of prompts computed. */
+static int64_t rows_of_groups(struct qkv_scheduler_options options, int32_t n_groups,
+                              int32_t n_users)
+{
+    struct sim *sim = sim_create(options);
+    int32_t tokens[116];
+    for (int32_t user = 0; user < n_users; user++) {
+        for (int32_t group = 0; group < n_groups; group++) {
+            fill(tokens, 96, 1000 * group);
+            fill(tokens + 96, 20, 100000 + 1000 * user + 37 * group);
+            for (int32_t lane = 0; lane < options.n_lanes; lane++) {
+                (void)sim_add(sim, tokens, 116, 12, lane);
+            }
+        }
+    }
+    (void)sim_drain(sim, 10000);
+    int64_t n_rows = sim_counts(sim).n_prefill_rows;
+    sim_destroy(sim);
+    return n_rows;
+}
+
+/* No cliff: with room for one group's prefix and two of its users, every prefix is computed once
+ * offline; first come, first served computes it again and again. */
+static void test_no_cliff(void)
+{
+    struct qkv_scheduler_options options = roomy;
+    for (int32_t n_lanes = 1; n_lanes <= 2; n_lanes++) {
+        for (int32_t chunk = 16; chunk <= 256; chunk *= 4) {
+            options.n_lanes = n_lanes;
+            options.n_pages = 11;
+            options.chunk_tokens = chunk;
+            options.offline = true;
+            CHECK_EQ_INT(rows_of_groups(options, 4, 20), n_lanes * (4 * 96 + 80 * 20));
+            options.n_pages = 400;
+            CHECK_EQ_INT(rows_of_groups(options, 4, 20), n_lanes * (4 * 96 + 80 * 20));
+            options.n_pages = 11;
+            options.offline = false;
+            CHECK(rows_of_groups(options, 4, 20) > n_lanes * (40 * 96 + 80 * 20));
+        }
+    }
+}
+
+/* Steps until one retracts, which must be after n_sampled tokens of each sequence. */
+static void step_until_retraction(struct sim *sim, const struct qkv_seq *any, int32_t n_sampled)
+{
+    struct qkv_step step;
+    for (;;) {
+        plan(sim, &step);
+        if (step.n_retracted > 0) {
+            break;
+        }
+        run(sim, &step);
+    }
+    CHECK_EQ_INT(any->n_tokens - any->n_prompt, n_sampled);
+    CHECK_EQ_INT(step.n_retracted, 1);
+    CHECK_EQ_INT(sim_counts(sim).n_retractions, 1);
+    run(sim, &step);
+}
+
+/* 3 + 1 + 1 pages of prompts in a pool of 17: after 64 tokens it is full. The first sequence would
+ * cost 112 positions to compute again, the others 80; of these the later one goes. */
+static void test_cheapest_is_retracted(void)
+{
+    struct qkv_scheduler_options options = roomy;
+    options.n_pages = 17;
+    options.chunk_tokens = 200;
+    options.offline = false;
+    struct sim *sim = sim_create(options);
+    static const int32_t n_prompts[] = {48, 16, 16, 16};
+    struct qkv_seq *seqs[4];
+    for (int32_t i = 0; i < 4; i++) {
+        int32_t tokens[48];
+        fill(tokens, 48, 100 * i);
+        seqs[i] = sim_add(sim, tokens, n_prompts[i], 96, 0);
+    }
+    step_until_retraction(sim, seqs[0], 65);
+    CHECK_EQ_INT(seqs[2]->n_retractions, 1);
+    CHECK_EQ_INT(seqs[2]->state, QKV_SEQ_WAITING);
+    CHECK_EQ_INT(seqs[2]->n_tokens, 16 + 65);
+    CHECK_EQ_INT(seqs[2]->n_cached, 0);
+    CHECK_EQ_INT(seqs[2]->n_pages, 0);
+    CHECK_EQ_INT(seqs[0]->n_tokens, 48 + 66);
+    CHECK_EQ_INT(seqs[1]->n_tokens, 16 + 66);
+    while (seqs[2]->state == QKV_SEQ_WAITING) {
+        CHECK_EQ_INT(seqs[3]->state, QKV_SEQ_WAITING); /* it was added first, but not retracted */
+        (void)sim_step(sim);
+    }
+    CHECK_EQ_INT(seqs[2]->n_first_cached, 0);
+    int64_t n_reused = sim_counts(sim).n_reused_tokens;
+    (void)sim_drain(sim, 1000);
+    struct qkv_scheduler_counts counts = sim_counts(sim);
+    CHECK(n_reused % 16 == 0 && n_reused <= 80); /* of its own pages, those that were still there */
+    CHECK_EQ_INT(counts.n_retractions, 1);
+    CHECK_EQ_INT(counts.n_prefill_rows, 48 + 3 * 16 + 80 - n_reused);
+    sim_destroy(sim);
+}
+
+/* Two sequences share 48 of 64 tokens, so each would cost 16 and its output; the third one's prompt
+ * of 32 costs more, though it holds fewer positions. */
+static void test_shared_positions_cost_nothing(void)
+{
+    struct qkv_scheduler_options options = roomy;
+    options.n_pages = 22;
+    options.chunk_tokens = 200;
+    options.offline = false;
+    struct sim *sim = sim_create(options);
+    struct qkv_seq *seqs[3];
+    int32_t tokens[64];
+    fill(tokens, 48, 1);
+    for (int32_t i = 0; i < 2; i++) {
+        fill(tokens + 48, 16, 1000 + 100 * i);
+        seqs[i] = sim_add(sim, tokens, 64, 96, 0);
+    }
+    fill(tokens, 32, 2000);
+    seqs[2] = sim_add(sim, tokens, 32, 96, 0);
+    step_until_retraction(sim, seqs[0], 81);
+    CHECK_EQ_INT(seqs[1]->n_retractions, 1);
+    CHECK_EQ_INT(seqs[1]->n_tokens, 64 + 81);
+    while (seqs[1]->state == QKV_SEQ_WAITING) {
+        (void)sim_step(sim);
+    }
+    CHECK(seqs[1]->n_shared_pages >= 3);
+    (void)sim_drain(sim, 1000);
+    sim_destroy(sim);
+}
+
+/* One page is kept back for each that may soon need it, so nobody is retracted here. */
+static void test_growth_is_kept_back(void)
+{
+    struct qkv_scheduler_options options = roomy;
+    options.n_pages = 8;
+    struct sim *sim = sim_create(options);
+    for (int32_t i = 0; i < 8; i++) {
+        int32_t tokens[16];
+        fill(tokens, 16, 100 * i);
+        (void)sim_add(sim, tokens, 16, 16, 0); /* 1 page now, 1 more at the first token */
+    }
+    while (sim->n_seqs > 0) {
+        (void)sim_step(sim);
+        CHECK(sim_counts(sim).n_running <= 4);
+    }
+    CHECK_EQ_INT(sim_counts(sim).n_retractions, 0);
+    sim_destroy(sim);
+}
+
+/* Every sequence needs the whole pool in the end. */
+static void test_room_for_one(void)
+{
+    struct qkv_scheduler_options options = roomy;
+    for (int32_t offline = 0; offline < 2; offline++) {
+        for (int32_t cache = 0; cache < 2; cache++) {
+            options.n_pages = 6;
+            options.offline = offline != 0;
+            options.prefix_cache = cache != 0;
+            struct sim *sim = sim_create(options);
+            for (int32_t i = 0; i < 12; i++) {
+                int32_t tokens[1];
+                tokens[0] = i / 2;
+                (void)sim_add(sim, tokens, 1, 95, 0);
+            }
+            (void)sim_drain(sim, 12 * 96 * 2);
+            CHECK_EQ_INT(sim->n_finished, 12);
+            sim_destroy(sim);
+        }
+    }
+}
+
+static void test_cancel(void)
+{
+    struct sim *sim = sim_create(roomy);
+    int32_t tokens[50];
+    fill(tokens, 50, 1);
+    struct qkv_seq *seq = sim_add(sim, tokens, 40, 4, 0);
+    struct qkv_step step;
+    plan(sim, &step);
+    CHECK_EQ_INT(step.new_first[1], 3);
+    qkv_scheduler_cancel(sim->scheduler);
+    sim_check(sim);
+    CHECK_EQ_INT(seq->state, QKV_SEQ_RUNNING);
+    CHECK_EQ_INT(seq->n_cached, 0);
+    CHECK_EQ_INT(seq->n_pages, 3);
+    CHECK_EQ_INT(sim_counts(sim).n_prefill_rows, 0);
+    plan(sim, &step);
+    CHECK_EQ_INT(step.new_first[1], 3); /* nobody has zeroed them */
+    CHECK_EQ_INT(step.n_rows, 32);
+    run(sim, &step);
+    plan(sim, &step);
+    CHECK_EQ_INT(step.new_first[1], 0);
+    qkv_scheduler_cancel(sim->scheduler);
+    CHECK_EQ_INT(seq->n_cached, 32);
+    (void)sim_drain(sim, 10);
+    sim_destroy(sim);
+}
+
+static void test_finish_in_any_state(void)
+{
+    struct qkv_error err;
+    struct sim *sim = sim_create(roomy);
+    int32_t tokens[50];
+    fill(tokens, 50, 1);
+    struct qkv_seq *never_added = seq_make(tokens, 50, 4);
+    qkv_scheduler_finish(sim->scheduler, never_added);
+    CHECK_ERROR(qkv_scheduler_add(&err, sim->scheduler, never_added), err, QKV_ERR_STATE, "twice");
+    seq_free(never_added);
+    sim_finish(sim, sim_add(sim, tokens, 50, 4, 0)); /* before it is sorted */
+    struct qkv_seq *running = sim_add(sim, tokens, 50, 4, 0);
+    tokens[0] = 9;
+    struct qkv_seq *waiting = sim_add(sim, tokens, 50, 4, 0);
+    (void)sim_step(sim);
+    CHECK_EQ_INT(waiting->state, QKV_SEQ_WAITING);
+    sim_finish(sim, waiting);
+    sim_check(sim);
+    CHECK_EQ_INT(running->n_cached, 32);
+    sim_finish(sim, running);
+    sim_check(sim);
+    CHECK_EQ_INT(sim_counts(sim).n_evictable_pages, 2); /* what was full stays findable */
+    CHECK_EQ_INT(sim_step(sim), 0);
+    sim_destroy(sim);
+}
+
+static void test_lanes(void)
+{
+    struct qkv_scheduler_options options = roomy;
+    options.n_lanes = 3;
+    options.chunk_tokens = 200;
+    struct sim *sim = sim_create(options);
+    int32_t tokens[40];
+    fill(tokens, 40, 1);
+    for (int32_t lane = 2; lane >= 0; lane--) {
+        (void)sim_add(sim, tokens, 33 + lane, 3, lane);
+    }
+    struct qkv_step step;
+    plan(sim, &step);
+    CHECK_EQ_INT(step.n_slices, 3); /* nobody waits for a prefix of another lane */
+    CHECK_EQ_INT(step.new_first[0], 0);
+    CHECK_EQ_INT(step.new_first[1], 3);
+    CHECK_EQ_INT(step.new_first[2], 6);
+    CHECK_EQ_INT(step.new_first[3], 9);
+    run(sim, &step);
+    struct qkv_seq *again = sim_add(sim, tokens, 40, 1, 1);
+    plan(sim, &step);
+    CHECK_EQ_INT(again->n_cached, 32);
+    run(sim, &step);
+    (void)sim_drain(sim, 10);
+    CHECK_EQ_INT(sim_counts(sim).n_pages, 192);
+    sim_destroy(sim);
+}
+
+/* The running ones lose their pages, so that their owner can destroy them. */
+static void test_destroy_while_running(void)
+{
+    struct sim *sim = sim_create(roomy);
+    int32_t tokens[40];
+    fill(tokens, 40, 1);
+    struct qkv_seq *seq = sim_add(sim, tokens, 40, 3, 0);
+    (void)sim_add(sim, tokens, 39, 3, 0);
+    (void)sim_step(sim);
+    CHECK_EQ_INT(seq->state, QKV_SEQ_WAITING); /* the shorter one is first */
+    CHECK_EQ_INT(sim->seqs[1]->n_pages, 3);
+    sim_destroy(sim);
+}
+
+static uint64_t random_ops(struct qkv_scheduler_options options, int32_t n_ops, uint64_t seed)
 {
     struct sim *sim = sim_create(options);
     struct qkv_error err;
@@ -341,6 +949,10 @@ static void random_ops(struct qkv_scheduler_options options, int32_t n_ops, uint
             struct qkv_step step;
             CHECK_OK(qkv_scheduler_plan(&err, sim->scheduler, &step), err);
             sim_check(sim);
+            if (step.n_slices > 0 && what < 33) { /* fails only after all was computed */
+                compute_step(sim, &step);
+                sim->had_failed_step = true;
+            }
             qkv_scheduler_cancel(sim->scheduler);
         } else {
             (void)sim_step(sim);
@@ -351,21 +963,41 @@ static void random_ops(struct qkv_scheduler_options options, int32_t n_ops, uint
     qkv_scheduler_flush(sim->scheduler);
     sim_check(sim);
     CHECK_EQ_INT(sim_counts(sim).n_free_pages, sim_counts(sim).n_pages);
+    uint64_t trace = sim->trace;
     sim_destroy(sim);
+    return trace;
+}
+
+static struct qkv_scheduler_options random_options(uint64_t seed)
+{
+    int32_t i = (int32_t)seed;
+    return (struct qkv_scheduler_options){.n_lanes = 1 + i % 3,
+                                          .n_pages = i % 4 == 0 ? 40 : 3 + i % 24,
+                                          .chunk_tokens = i % 5 == 0 ? 1 : 16 * (i % 5),
+                                          .max_running = i % 7 == 0 ? 1 : 12,
+                                          .prefix_cache = i % 6 != 0,
+                                          .offline = i % 2 == 0};
 }
 
 static void test_random_ops(void)
 {
-    for (uint64_t seed = 1; seed <= 24; seed++) {
-        struct qkv_scheduler_options options = {.n_lanes = 1 + (int32_t)(seed % 3),
-                                                .n_pages = seed % 4 == 0 ? 40 : 3 + (int32_t)seed,
-                                                .chunk_tokens =
-                                                    seed % 5 == 0 ? 1 : 16 * (int32_t)(seed % 5),
-                                                .max_running = seed % 7 == 0 ? 1 : 12,
-                                                .prefix_cache = seed % 6 != 0,
-                                                .offline = seed % 2 == 0};
-        random_ops(options, 2000, seed);
+    for (uint64_t seed = 1; seed <= 40; seed++) {
+        (void)random_ops(random_options(seed), 5000, seed);
     }
 }
 
-CHECK_MAIN(test_one_request, test_random_ops)
+static void test_same_again(void)
+{
+    for (uint64_t seed = 100; seed < 104; seed++) {
+        uint64_t trace = random_ops(random_options(seed), 1000, seed);
+        CHECK(random_ops(random_options(seed), 1000, seed) == trace);
+        CHECK(random_ops(random_options(seed), 1000, seed + 1000) != trace);
+    }
+}
+
+CHECK_MAIN(test_one_request, test_wrong_calls, test_append_and_plan, test_reuse, test_twins,
+           test_no_prefix_cache, test_rows_of_a_step, test_max_running, test_orders,
+           test_waits_for_prefix, test_waiting_keeps_its_claim, test_no_cliff,
+           test_cheapest_is_retracted, test_shared_positions_cost_nothing, test_growth_is_kept_back,
+           test_room_for_one, test_cancel, test_finish_in_any_state, test_lanes,
+           test_destroy_while_running, test_random_ops, test_same_again)
