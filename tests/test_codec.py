@@ -1,0 +1,91 @@
+"""The scalar codecs give gguf-py's values bit for bit: recorded blocks, and whole fixture files."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from qkv import _core
+
+DATA = Path(__file__).parent / "data" / "codec_blocks.npz"
+FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+GGUFS = ["gguf-mixed-llama-g", "gguf-q4_k_m-llama-g"]
+
+
+def assert_same_bits(got: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    assert got.dtype == np.float32 and got.size == expected.size
+    assert np.array_equal(got.reshape(-1).view(np.uint32), expected.reshape(-1).view(np.uint32))
+
+
+def test_every_codec_is_recorded() -> None:
+    assert sorted(name for name, has_codec in _core.formats() if has_codec) == sorted(FORMATS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_recorded_blocks(name: str) -> None:
+    with np.load(DATA) as recorded:
+        blocks, values = recorded[f"{name}_blocks"], recorded[f"{name}_values"]
+    assert_same_bits(_core.dequantize(name, np.ascontiguousarray(blocks).reshape(-1)), values)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_values_come_back(name: str) -> None:
+    """Values that a block can hold exactly are found again."""
+    with np.load(DATA) as recorded:
+        blocks = np.ascontiguousarray(recorded[f"{name}_blocks"]).reshape(-1)
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal(1024).astype(np.float32)
+    once = _core.dequantize(name, _core.quantize(name, x))
+    assert np.sqrt(np.mean((once - x) ** 2)) < 0.1
+    if name in ("F32", "F16", "BF16"):
+        assert np.array_equal(_core.quantize(name, _core.dequantize(name, blocks)), blocks)
+
+
+def test_unknown_and_uncoded_formats_are_refused() -> None:
+    with pytest.raises(_core.UnsupportedError, match="IQ2_XXS"):
+        _core.dequantize("IQ2_XXS", np.zeros(66, np.uint8))
+    with pytest.raises(ValueError, match="Q9_9"):
+        _core.dequantize("Q9_9", np.zeros(66, np.uint8))
+    with pytest.raises(ValueError, match=r"Q4_0"):
+        _core.dequantize("Q4_0", np.zeros(17, np.uint8))
+
+
+def expected_views(
+    name: str, values: NDArray[np.float32], recorded: dict[str, NDArray[np.generic]]
+) -> int:
+    """Checks a tensor against all that is recorded of it; returns how much that was."""
+    rows = values.reshape(-1, values.shape[-1])
+    n_checked = 0
+    for key, got in ((name, values), (f"{name}|rows_first64", rows[:64])):
+        if key in recorded:
+            assert_same_bits(got, recorded[key].astype(np.float32))
+            n_checked += 1
+    if f"{name}|rows_last16" in recorded:
+        assert_same_bits(rows[-16:], recorded[f"{name}|rows_last16"].astype(np.float32))
+        n_checked += 1
+    if f"{name}|sha256" in recorded:
+        digest = hashlib.sha256(np.ascontiguousarray(values, "<f4").tobytes()).hexdigest()
+        assert digest == str(recorded[f"{name}|sha256"])
+        n_checked += 1
+    return n_checked
+
+
+@pytest.mark.parametrize("case", GGUFS)
+def test_fixture_file(fixtures_dir: Path, case: str) -> None:
+    with np.load(fixtures_dir / case / "dequant.npz") as archive:
+        recorded = dict(archive)
+    checkpoint = _core.Checkpoint(str(fixtures_dir / case / f"{case}.gguf"))
+    checked = set()
+    for name, format_name, shape, _ in checkpoint.tensors():
+        if format_name in FORMATS:
+            values = checkpoint.dequantize(name)
+            assert values.shape == shape
+            if expected_views(name, values, recorded):
+                checked.add(format_name)
+    checkpoint.close()
+    wanted = {"F16", "BF16", "Q5_1", "Q4_K", "Q5_K", "Q6_K"} if "mixed" in case else {"Q4_K"}
+    assert wanted <= checked
