@@ -118,8 +118,7 @@ static inline vf vf_select_lt(vf a, vf b, vf x, vf y)
 {
     return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
-/* e^a: a = n ln 2 + r with |r| <= ln 2 / 2, Taylor's series to degree 7 (its tail is below 2^-27),
- * 2^n put into the exponent in two steps, because n may be 128. Same edges as vec_scalar.h. */
+/* The steps of vec_scalar.h. */
 static inline vf vf_exp(vf a)
 {
     __m256 n = _mm256_round_ps(_mm256_mul_ps(a, _mm256_set1_ps(0x1.715476p+0f)),

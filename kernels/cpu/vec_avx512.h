@@ -117,8 +117,7 @@ static inline vf vf_select_lt(vf a, vf b, vf x, vf y)
 {
     return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
 }
-/* e^a: a = n ln 2 + r with |r| <= ln 2 / 2, Taylor's series to degree 7 (its tail is below 2^-27),
- * 2^n put into the exponent in two steps, because n may be 128. Same edges as vec_scalar.h. */
+/* The steps of vec_scalar.h. */
 static inline vf vf_exp(vf a)
 {
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(a, _mm512_set1_ps(0x1.715476p+0f)),

@@ -143,10 +143,33 @@ static inline vf vf_select_lt(vf a, vf b, vf x, vf y)
 {
     return a < b ? x : y;
 }
-/* e^a to about 1 ulp: 0 for -inf and where the result would be subnormal, inf above, NaN for NaN. */
+/* e^a within 1 ulp: 0 for -inf and where the result would be subnormal, inf above, NaN for NaN.
+ * a = n ln 2 + r with |r| <= ln 2 / 2, Taylor's series to degree 7 (its tail is below 2^-27), 2^n put
+ * into the exponent in two steps, because n may be 128. Not expf, so that all instruction sets give
+ * the same bits, wherever the C library comes from. */
 static inline vf vf_exp(vf a)
 {
-    return a < -87.33654f ? 0.0f : expf(a);
+    if (!(a >= -87.33654f && a <= 88.72284f)) {
+        return a < 0.0f ? 0.0f : a > 0.0f ? INFINITY : a;
+    }
+    float n = nearbyintf(a * 0x1.715476p+0f);
+    float r = fmaf(-n, 0x1.62e4p-1f, a);
+    r = fmaf(-n, 0x1.7f7d1cp-20f, r);
+    float p = 0x1.a01a02p-13f;
+    p = fmaf(p, r, 0x1.6c16c2p-10f);
+    p = fmaf(p, r, 0x1.111112p-7f);
+    p = fmaf(p, r, 0x1.555556p-5f);
+    p = fmaf(p, r, 0x1.555556p-3f);
+    p = fmaf(p, r, 0.5f);
+    p = fmaf(p, r, 1.0f);
+    p = fmaf(p, r, 1.0f);
+    int32_t half = (int32_t)n / 2;
+    uint32_t first = (uint32_t)(half + 127) << 23;
+    uint32_t second = (uint32_t)((int32_t)n - half + 127) << 23;
+    float scale[2];
+    memcpy(&scale[0], &first, sizeof first);
+    memcpy(&scale[1], &second, sizeof second);
+    return p * scale[0] * scale[1];
 }
 
 /* VW 32-bit words of packed 4-bit codes; the codes at bit `shift` as floats, taken as 0 .. 15 or
