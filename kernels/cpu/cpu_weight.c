@@ -146,8 +146,10 @@ static void split_value(float value, uint16_t *high, uint16_t *low)
         *low = 0;
         return;
     }
-    if ((h & 0x7fffu) == 0x7f80u) {
-        h = (uint16_t)(h - 1);
+    if ((h & 0x7fffu) == 0x7f80u) { /* cut both terms: rounded up, their sum would be infinite */
+        *high = (uint16_t)(h - 1);
+        *low = (uint16_t)(qkv_f32_bits(value - qkv_bf16_to_f32(*high)) >> 16);
+        return;
     }
     *high = h;
     *low = qkv_bf16_from_f32(value - qkv_bf16_to_f32(h));
