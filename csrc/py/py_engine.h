@@ -1,4 +1,5 @@
-/* The Engine object, shared by py_engine.c (life, lock, steps) and py_add.c (requests). */
+/* The Engine object, shared by py_engine.c (lock, steps), py_open.c (loading) and py_add.c
+ * (requests). */
 #ifndef QKV_PY_PY_ENGINE_H
 #define QKV_PY_PY_ENGINE_H
 
@@ -22,6 +23,10 @@ struct qkv_py_engine {
  * closed. Never waits. */
 struct qkv_engine *qkv_py_engine_enter(struct qkv_py_engine *self);
 void qkv_py_engine_leave(struct qkv_py_engine *self);
+
+/* Engine.__new__ */
+PyObject *qkv_py_engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs);
+extern const char qkv_py_engine_doc[];
 
 /* Engine.add */
 PyObject *qkv_py_engine_add(PyObject *self, PyObject *args, PyObject *kwargs);
