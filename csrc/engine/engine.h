@@ -1,8 +1,8 @@
 /* The engine: a model on a device with its KV pools. Sequences in, tokens out, one step at a time.
  *
- * One thread at a time may be inside; nothing is global, so engines do not know of each other. After
- * a fork the child can only close: everything else is QKV_ERR_STATE there. A call that fails leaves
- * the engine as it was. */
+ * One thread at a time may be inside; nothing is global, so engines do not know of each other.
+ * After a fork the child can only close: everything else is QKV_ERR_STATE there. A call that fails
+ * leaves the engine as it was. */
 #ifndef QKV_ENGINE_ENGINE_H
 #define QKV_ENGINE_ENGINE_H
 
@@ -27,10 +27,10 @@ enum { QKV_LANES_MAX = 16, QKV_ROWS_MAX = 65536, QKV_POSITIONS_MAX = 1 << 24 };
 enum { QKV_LOGIT_BYTES = 32 << 20 };
 
 struct qkv_engine_options {
-    const char *path;   /* as qkv_weights_open takes it */
-    const char *device; /* "auto", "cpu", "guard" */
+    const char *path;                  /* as qkv_weights_open takes it */
+    const char *device;                /* "auto", "cpu", "guard" */
     const struct qkv_backend *backend; /* NULL: by `device`. Tests bring one that fails on demand */
-    const char *isa;    /* NULL: the environment's or the best */
+    const char *isa;                   /* NULL: the environment's or the best */
     enum qkv_compute compute;
     int32_t n_threads; /* 0: all that the process may use */
     int32_t n_lanes;

@@ -190,8 +190,8 @@ static enum qkv_status open_engine(struct qkv_error *err, struct qkv_engine *eng
 {
     QKV_TRY(qkv_model_config_read(err, weights, config));
     QKV_TRY(check_against_model(err, options, config));
-    engine->max_model_len = options->max_model_len > 0 ? options->max_model_len
-                                                       : config->max_positions;
+    engine->max_model_len =
+        options->max_model_len > 0 ? options->max_model_len : config->max_positions;
     if (engine->max_model_len > QKV_POSITIONS_MAX) {
         engine->max_model_len = QKV_POSITIONS_MAX;
     }

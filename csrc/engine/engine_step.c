@@ -1,4 +1,5 @@
-/* One step: plan -> zero new pages -> forward -> logits of the wanted rows, piece by piece -> tokens
+/* One step: plan -> zero new pages -> forward -> logits of the wanted rows, piece by piece ->
+ * tokens
  * -> commit. Sequences change only after everything that can fail has succeeded. */
 #include <string.h>
 
@@ -67,8 +68,8 @@ static void fill_sample_row(const struct qkv_wanted_row *wanted, int32_t logit_r
 }
 
 /* Logits and sampling for wanted rows first .. first + n - 1. */
-static enum qkv_status sample_piece(struct qkv_error *err, struct qkv_engine *engine,
-                                    int32_t first, int32_t n)
+static enum qkv_status sample_piece(struct qkv_error *err, struct qkv_engine *engine, int32_t first,
+                                    int32_t n)
 {
     for (int32_t i = 0; i < n; i++) {
         const struct qkv_wanted_row *wanted = &engine->wanted[first + i];
@@ -88,8 +89,8 @@ static enum qkv_status sample_piece(struct qkv_error *err, struct qkv_engine *en
         .top_logprob = any_top ? engine->top_logprob + first_top : NULL,
     };
     return engine->backend->sample(err, engine->device, logits,
-                                   qkv_model_get_config(engine->model)->vocab,
-                                   engine->sample_rows, n, &out);
+                                   qkv_model_get_config(engine->model)->vocab, engine->sample_rows,
+                                   n, &out);
 }
 
 static enum qkv_status zero_new_pages(struct qkv_error *err, struct qkv_engine *engine,

@@ -106,7 +106,8 @@ static enum qkv_status check_bias(struct qkv_error *err, const struct qkv_gen_pa
     for (int32_t i = 1; i < p->n_bias && status == QKV_OK; i++) {
         int32_t id = ((int32_t *)sorted)[i];
         if (id == ((int32_t *)sorted)[i - 1]) {
-            status = qkv_fail(err, QKV_ERR_ARGUMENT, "bias_ids: token id %d stands there twice", id);
+            status =
+                qkv_fail(err, QKV_ERR_ARGUMENT, "bias_ids: token id %d stands there twice", id);
         }
     }
     free(sorted);

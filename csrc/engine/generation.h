@@ -56,7 +56,7 @@ enum qkv_finish { QKV_FINISH_NONE = 0, QKV_FINISH_STOP, QKV_FINISH_LENGTH };
 
 struct qkv_generation {
     int64_t id;
-    struct qkv_seq *seq; /* owned; holds the tokens */
+    struct qkv_seq *seq;                   /* owned; holds the tokens */
     struct qkv_generation *next_in_bucket; /* of the engine's table of ids */
 
     /* How to sample. Copies: the arrays of `params` point to this object's own. */
@@ -68,7 +68,7 @@ struct qkv_generation {
 
     /* Distinct tokens so far, only if a penalty is on: insertion order and an index by id. */
     bool penalized;
-    int32_t *seen_ids; /* [n_seen] */
+    int32_t *seen_ids;    /* [n_seen] */
     int32_t *seen_counts; /* [n_seen], in the output */
     int32_t n_seen;
     int32_t *seen_slots; /* [n_seen_slots], a power of two: index into seen_ids, or -1 */

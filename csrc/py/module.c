@@ -26,8 +26,8 @@ static int add_exception(PyObject *module, const char *full_name, const char *do
 
 static int add_exceptions(PyObject *module, struct qkv_py_state *state)
 {
-    if (add_exception(module, "qkv._core.Error", "What this package raises.", NULL,
-                      &state->error) < 0) {
+    if (add_exception(module, "qkv._core.Error", "What this package raises.", NULL, &state->error) <
+        0) {
         return -1;
     }
     if (add_exception(module, "qkv._core.CheckpointError",
@@ -97,8 +97,10 @@ static int add_named_tuples(PyObject *module, struct qkv_py_state *state)
             "token_ids logprobs top_ids top_logprobs prompt_logprobs prompt_ranks prompt_top_ids "
             "prompt_top_logprobs finish_reason stop_token queue_time time_to_first_token "
             "total_time cached_tokens retractions",
-            "A finished sequence. token_ids [n] int32, logprobs [n] float32 (natural logarithm, of\n"
-            "the raw logits), top_ids and top_logprobs [n, n_top]; the same of the prompt's tokens\n"
+            "A finished sequence. token_ids [n] int32, logprobs [n] float32 (natural logarithm, "
+            "of\n"
+            "the raw logits), top_ids and top_logprobs [n, n_top]; the same of the prompt's "
+            "tokens\n"
             "logprob_start .. n_prompt - 1 in prompt_* [m], ranks from 0; times in seconds.",
             &state->result_type);
     }

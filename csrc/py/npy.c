@@ -27,8 +27,8 @@ PyArrayObject *qkv_npy_borrow(PyObject *obj, const char *name, int type_num, int
         goto out;
     }
     if (n_dims >= 0 && PyArray_NDIM(given) != n_dims) {
-        PyErr_Format(PyExc_ValueError, "%s: %d dimensions, must have %d", name,
-                     PyArray_NDIM(given), n_dims);
+        PyErr_Format(PyExc_ValueError, "%s: %d dimensions, must have %d", name, PyArray_NDIM(given),
+                     n_dims);
         goto out;
     }
     if (!PyArray_ISCARRAY_RO(given)) {

@@ -62,8 +62,8 @@ static int parse(PyObject *args, PyObject *kwargs, struct add_args *a)
         args, kwargs, "O|$OOOOOOOOOOpOOOOOOOOOp:add", names, &a->tokens, &a->lane, &a->max_tokens,
         &a->min_tokens, &a->temperature, &a->top_p, &a->top_k, &a->min_p, &a->seed, &a->sample,
         &a->stop_token_ids, &a->ignore_eos, &a->n_top, &a->logprob_start, &a->prompt_n_top,
-        &a->repetition_penalty, &a->presence_penalty, &a->frequency_penalty, &a->bias_ids,
-        &a->bias, &a->bad_words, &a->watch);
+        &a->repetition_penalty, &a->presence_penalty, &a->frequency_penalty, &a->bias_ids, &a->bias,
+        &a->bad_words, &a->watch);
 }
 
 struct int_arg {

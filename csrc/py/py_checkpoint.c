@@ -9,8 +9,7 @@
 
 /* Opening and dequantize() give up the GIL, so close() must not come in between. */
 struct checkpoint {
-    PyObject_HEAD
-    struct qkv_weights *weights; /* NULL: closed */
+    PyObject_HEAD struct qkv_weights *weights; /* NULL: closed */
     atomic_flag busy;
 };
 
@@ -58,10 +57,8 @@ static PyObject *checkpoint_new(PyTypeObject *type, PyObject *args, PyObject *kw
     const char *text = PyBytes_AS_STRING(path);
     enum qkv_status status;
     atomic_flag_clear(&cast(object)->busy);
-    Py_BEGIN_ALLOW_THREADS
-    status = qkv_weights_open(&err, text, &weights);
-    Py_END_ALLOW_THREADS
-    Py_DECREF(path);
+    Py_BEGIN_ALLOW_THREADS status = qkv_weights_open(&err, text, &weights);
+    Py_END_ALLOW_THREADS Py_DECREF(path);
     cast(object)->weights = weights;
     if (status != QKV_OK) {
         (void)qkv_py_raise(qkv_py_state_of(object), &err);
@@ -300,10 +297,10 @@ static PyObject *dequantize_tensor(PyObject *object, const struct qkv_tensor *te
     enum qkv_status status;
     float *out = PyArray_DATA((PyArrayObject *)values);
     size_t n = (size_t)PyArray_SIZE((PyArrayObject *)values);
-    Py_BEGIN_ALLOW_THREADS
-    status = qkv_codec_dequantize(&err, tensor->format, tensor->data, n, out);
-    Py_END_ALLOW_THREADS
-    if (status != QKV_OK) {
+    Py_BEGIN_ALLOW_THREADS status =
+        qkv_codec_dequantize(&err, tensor->format, tensor->data, n, out);
+    Py_END_ALLOW_THREADS if (status != QKV_OK)
+    {
         Py_DECREF(values);
         (void)qkv_fail_prefix(&err, status, tensor->name);
         return qkv_py_raise(qkv_py_state_of(object), &err);
@@ -334,7 +331,8 @@ static PyObject *checkpoint_dequantize(PyObject *object, PyObject *name_object)
 
 static PyMethodDef checkpoint_methods[] = {
     {"tensors", checkpoint_tensors, METH_NOARGS,
-     "tensors($self)\n--\n\n(name, format, shape outermost first, bytes) in the order of the files."},
+     "tensors($self)\n--\n\n(name, format, shape outermost first, bytes) in the order of the "
+     "files."},
     {"metadata", checkpoint_metadata, METH_NOARGS,
      "metadata($self)\n--\n\nGGUF key-values (arrays as lists); empty for safetensors."},
     {"model_config", checkpoint_model_config, METH_NOARGS,
@@ -343,7 +341,8 @@ static PyMethodDef checkpoint_methods[] = {
     {"dequantize", checkpoint_dequantize, METH_O,
      "dequantize($self, name, /)\n--\n\nA tensor as float32 by the scalar codec, in its shape.\n\n"
      "KeyError: no such tensor. UnsupportedError: its format has no codec."},
-    {"close", checkpoint_close, METH_NOARGS, "close($self)\n--\n\nUnmaps the files; again: nothing."},
+    {"close", checkpoint_close, METH_NOARGS,
+     "close($self)\n--\n\nUnmaps the files; again: nothing."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -361,12 +360,9 @@ static const char checkpoint_doc[] =
     "file and the tensor, OSError the file. After close() every use raises Error.";
 
 static PyType_Slot checkpoint_slots[] = {
-    {Py_tp_doc, (void *)checkpoint_doc},
-    {Py_tp_new, checkpoint_new},
-    {Py_tp_dealloc, checkpoint_dealloc},
-    {Py_tp_methods, checkpoint_methods},
-    {Py_tp_getset, checkpoint_getset},
-    {0, NULL},
+    {Py_tp_doc, (void *)checkpoint_doc}, {Py_tp_new, checkpoint_new},
+    {Py_tp_dealloc, checkpoint_dealloc}, {Py_tp_methods, checkpoint_methods},
+    {Py_tp_getset, checkpoint_getset},   {0, NULL},
 };
 
 PyType_Spec qkv_py_checkpoint_spec = {

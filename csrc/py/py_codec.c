@@ -102,7 +102,8 @@ static PyObject *dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
     const struct qkv_format_traits *traits = qkv_format_traits(format);
     npy_intp n_bytes = PyArray_SIZE(blocks);
     if (n_bytes % traits->block_bytes != 0) {
-        PyErr_Format(PyExc_ValueError, "blocks: %zd bytes, must be a multiple of %d (a block of %s)",
+        PyErr_Format(PyExc_ValueError,
+                     "blocks: %zd bytes, must be a multiple of %d (a block of %s)",
                      (Py_ssize_t)n_bytes, traits->block_bytes, name);
         return NULL;
     }
@@ -157,7 +158,8 @@ static PyObject *quantize(PyObject *module, PyObject *args, PyObject *kwargs)
 
 PyMethodDef qkv_py_codec_methods[] = {
     {"isas", list_isas, METH_NOARGS,
-     "isas()\n--\n\nInstruction sets of the CPU backend, best first: (name, usable on this machine)."},
+     "isas()\n--\n\nInstruction sets of the CPU backend, best first: (name, usable on this "
+     "machine)."},
     {"formats", list_formats, METH_NOARGS,
      "formats()\n--\n\nTensor formats that are known: (name, has a codec)."},
     {"kv_formats", list_kv_formats, METH_NOARGS,

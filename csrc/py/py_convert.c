@@ -57,8 +57,8 @@ int qkv_py_int(PyObject *obj, const char *name, int64_t low, int64_t high, int64
     long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
     int result = value == -1 && PyErr_Occurred() ? -1 : 0;
     if (result == 0 && (overflow != 0 || value < low || value > high)) {
-        PyErr_Format(PyExc_ValueError, "%s: %S, must be %lld to %lld", name, number,
-                     (long long)low, (long long)high);
+        PyErr_Format(PyExc_ValueError, "%s: %S, must be %lld to %lld", name, number, (long long)low,
+                     (long long)high);
         result = -1;
     }
     Py_DECREF(number);
@@ -191,16 +191,18 @@ static int set_numbers(PyObject *dict, const struct qkv_model_config *c)
         const char *name;
         int32_t value;
     } ints[] = {
-        {"n_layers", c->n_layers}, {"hidden", c->hidden},         {"n_heads", c->n_heads},
-        {"n_kv_heads", c->n_kv_heads}, {"head_dim", c->head_dim}, {"ffn", c->ffn},
-        {"vocab", c->vocab},       {"max_positions", c->max_positions}, {"bos_id", c->bos_id},
+        {"n_layers", c->n_layers}, {"hidden", c->hidden},
+        {"n_heads", c->n_heads},   {"n_kv_heads", c->n_kv_heads},
+        {"head_dim", c->head_dim}, {"ffn", c->ffn},
+        {"vocab", c->vocab},       {"max_positions", c->max_positions},
+        {"bos_id", c->bos_id},
     };
     const struct {
         const char *name;
         double value;
     } floats[] = {
-        {"norm_eps", c->norm_eps},         {"embed_scale", c->embed_scale},
-        {"attn_scale", c->attn_scale},     {"attn_softcap", c->attn_softcap},
+        {"norm_eps", c->norm_eps},           {"embed_scale", c->embed_scale},
+        {"attn_scale", c->attn_scale},       {"attn_softcap", c->attn_softcap},
         {"logit_softcap", c->logit_softcap},
     };
     const struct {

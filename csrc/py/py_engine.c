@@ -63,8 +63,7 @@ static void engine_dealloc(PyObject *object)
     (void)engine_clear(object); /* first: closing must not call back from here */
     struct qkv_engine *engine = cast(object)->engine;
     if (engine != NULL) {
-        Py_BEGIN_ALLOW_THREADS
-        qkv_engine_close(engine);
+        Py_BEGIN_ALLOW_THREADS qkv_engine_close(engine);
         Py_END_ALLOW_THREADS
     }
     type->tp_free(object);
@@ -151,13 +150,12 @@ static PyObject *engine_counts(PyObject *object, PyObject *unused)
     struct qkv_scheduler_counts c;
     qkv_engine_counts(engine, &c);
     qkv_py_engine_leave(cast(object));
-    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "n_waiting", (long long)c.n_waiting,
-                         "n_running", (long long)c.n_running, "n_free_pages",
-                         (long long)c.n_free_pages, "n_evictable_pages",
-                         (long long)c.n_evictable_pages, "n_pages", (long long)c.n_pages,
-                         "n_retractions", (long long)c.n_retractions, "n_prefill_rows",
-                         (long long)c.n_prefill_rows, "n_reused_tokens",
-                         (long long)c.n_reused_tokens);
+    return Py_BuildValue(
+        "{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "n_waiting", (long long)c.n_waiting, "n_running",
+        (long long)c.n_running, "n_free_pages", (long long)c.n_free_pages, "n_evictable_pages",
+        (long long)c.n_evictable_pages, "n_pages", (long long)c.n_pages, "n_retractions",
+        (long long)c.n_retractions, "n_prefill_rows", (long long)c.n_prefill_rows,
+        "n_reused_tokens", (long long)c.n_reused_tokens);
 }
 
 /* ---- steps and results ---- */

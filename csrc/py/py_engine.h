@@ -9,12 +9,11 @@
 #include "py/module.h"
 
 struct qkv_py_engine {
-    PyObject_HEAD
-    struct qkv_engine *engine; /* NULL: closed */
-    atomic_flag busy;          /* a call is inside, perhaps without the GIL */
-    PyThreadState *saved;      /* of that call, while it is without the GIL; else NULL */
-    PyObject *log;             /* callables or NULL */
-    PyObject *progress;        /* only while loading */
+    PyObject_HEAD struct qkv_engine *engine; /* NULL: closed */
+    atomic_flag busy;                        /* a call is inside, perhaps without the GIL */
+    PyThreadState *saved; /* of that call, while it is without the GIL; else NULL */
+    PyObject *log;        /* callables or NULL */
+    PyObject *progress;   /* only while loading */
     struct qkv_engine_step step;
     bool step_pending; /* `step` was computed and not handed over: an exception came between */
 };

@@ -13,10 +13,12 @@ const char qkv_py_engine_doc[] =
     "path: a folder, a .safetensors or a .gguf file. kv_formats[lane][layer] = (K's, V's format);\n"
     "kv_tokens per lane, rounded down to pages of 16. threads 0: all that the process may use;\n"
     "max_model_len 0: the model's. A step holds at most chunk_tokens prompt rows and one row for\n"
-    "each of max_running sequences. progress(done, total) in bytes stops the loading (Error) if it\n"
+    "each of max_running sequences. progress(done, total) in bytes stops the loading (Error) if "
+    "it\n"
     "returns False; log(level 0..2, line). What they raise, the call raises.\n\n"
     "One thread at a time: a call while another is inside raises Error, as does any after close()\n"
-    "and, except close(), in a forked child. CheckpointError, UnsupportedError, OSError, ValueError,\n"
+    "and, except close(), in a forked child. CheckpointError, UnsupportedError, OSError, "
+    "ValueError,\n"
     "MemoryError as their names say.";
 
 /* ---- callbacks: they come on the thread of the call, which gave up the GIL ---- */
@@ -60,9 +62,8 @@ static bool report_progress(void *ctx, uint64_t done_bytes, uint64_t total_bytes
     struct qkv_py_engine *self = ctx;
     bool go_on = begin_callback(self) && PyErr_CheckSignals() == 0;
     if (go_on && self->progress != NULL) {
-        PyObject *result =
-            PyObject_CallFunction(self->progress, "KK", (unsigned long long)done_bytes,
-                                  (unsigned long long)total_bytes);
+        PyObject *result = PyObject_CallFunction(
+            self->progress, "KK", (unsigned long long)done_bytes, (unsigned long long)total_bytes);
         go_on = result != NULL && result != Py_False;
         Py_XDECREF(result);
     }
@@ -205,16 +206,15 @@ struct open_args {
 
 static int parse_open(PyObject *args, PyObject *kwargs, struct open_args *a)
 {
-    static char *names[] = {"path",          "kv_formats",   "kv_tokens",     "threads",
-                            "compute_dtype", "device",       "isa",           "max_running",
-                            "chunk_tokens",  "max_model_len", "prefix_cache", "offline",
-                            "progress",      "log",          NULL};
+    static char *names[] = {
+        "path",         "kv_formats", "kv_tokens",   "threads",      "compute_dtype",
+        "device",       "isa",        "max_running", "chunk_tokens", "max_model_len",
+        "prefix_cache", "offline",    "progress",    "log",          NULL};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$OOOsszOOOppOO:Engine", names,
-                                     PyUnicode_FSConverter, &a->path, &a->kv_formats,
-                                     &a->kv_tokens, &a->threads, &a->compute_dtype, &a->device,
-                                     &a->isa, &a->max_running, &a->chunk_tokens,
-                                     &a->max_model_len, &a->prefix_cache, &a->offline,
-                                     &a->progress, &a->log)) {
+                                     PyUnicode_FSConverter, &a->path, &a->kv_formats, &a->kv_tokens,
+                                     &a->threads, &a->compute_dtype, &a->device, &a->isa,
+                                     &a->max_running, &a->chunk_tokens, &a->max_model_len,
+                                     &a->prefix_cache, &a->offline, &a->progress, &a->log)) {
         return -1;
     }
     if (a->kv_formats == NULL || a->kv_tokens == NULL) {
