@@ -40,7 +40,7 @@ def inverse_frequencies(
 
     Sources: transformers 5.24 modeling_rope_utils; YaRN, arXiv 2309.00071; Llama 3.1's scaling."""
     inv_freq = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-    kind = (scaling or {}).get("rope_type", "default")
+    kind = scaling.get("rope_type", scaling.get("type")) if scaling else "default"
     if scaling is None or kind == "default":
         return inv_freq, 1.0
     factor = float(scaling["factor"])
@@ -165,7 +165,9 @@ def logits(
         h = project(p + "mlp.down_proj", h)
         x = x + (norm(p + "post_feedforward_layernorm", h) if gemma else h)
     head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-    return np.asarray(norm("model.norm", x) @ head.T)
+    out = np.asarray(norm("model.norm", x) @ head.T)
+    cap = config.get("final_logit_softcapping")
+    return np.asarray(cap * np.tanh(out / cap)) if cap else out
 
 
 def log_softmax(x: Array) -> Array:

@@ -75,7 +75,7 @@ class Tiny(NamedTuple):
 
 
 def make_config(arch: str, **overrides: Any) -> Config:
-    """config.json of a tiny model; an override of None removes the key."""
+    """config.json of a tiny model; None is written as null."""
     name, model_type = ARCHS[arch]
     vocab = int(overrides.get("vocab_size", 512))
     config: Config = {
@@ -116,7 +116,22 @@ def make_config(arch: str, **overrides: Any) -> Config:
             "rope_local_base_freq": 10000.0,
         }
     config |= overrides
-    return {k: v for k, v in config.items() if v is not None or k in ("rope_scaling",)}
+    return config
+
+
+def to_v5(config: Config) -> Config:
+    """The same config as transformers 5.x writes it."""
+    out = dict(config)
+    out["dtype"] = out.pop("torch_dtype")
+    rope = dict(out.pop("rope_scaling") or {})
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope["rope_theta"] = out.pop("rope_theta")
+    if "rope_local_base_freq" in out:
+        local = {"rope_type": "default", "rope_theta": out.pop("rope_local_base_freq")}
+        out["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+    else:
+        out["rope_parameters"] = rope
+    return out
 
 
 def head_dim(config: Config) -> int:
@@ -163,8 +178,9 @@ def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def make_tensors(config: Config, seed: int) -> dict[str, F32]:
-    """Random weights under which logits spread over a few units and attention is not flat."""
-    rng = np.random.default_rng(seed)
+    """Random weights under which logits spread over a few units and attention is not flat. From
+    RandomState, whose numbers NumPy never changes: expected values are recorded for them."""
+    rng = np.random.RandomState(seed)
     centre = 0.0 if config["architectures"][0] == "Gemma3ForCausalLM" else 1.0
     out: dict[str, F32] = {}
     for name, shape in tensor_shapes(config):
