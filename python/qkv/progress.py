@@ -11,6 +11,7 @@ with warnings.catch_warnings():
     from tqdm.auto import tqdm
 
 _LINE_SECONDS = 10.0
+_QUIET_SECONDS = 2.0  # without a terminal, what is done within this needs no line
 
 
 def _in_notebook() -> bool:
@@ -64,6 +65,6 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(self._speed(now), refresh=True)
             self._bar.close()
-        elif self._lines:
+        elif self._lines and now - self._start > _QUIET_SECONDS:
             self._line(now)
         self._bar, self._lines = None, False
