@@ -13,6 +13,8 @@ import glob
 import os
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from sysconfig import get_path
 from typing import Any
 
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wvla", "-Wstrict-prototypes", "-Wmissing-prototypes"]
@@ -23,12 +25,8 @@ KERNEL_FLAGS = [*COMMON, "-O3", "-fno-math-errno", *WARNINGS]
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
-ISA_FLAGS = {
-    "scalar": [],
-    "avx2": AVX2,
-    "avx512": AVX512,
-    "avx512bf16": [*AVX512, "-mavx512bf16"],
-}
+BF16 = [*AVX512, "-mavx512bf16"]
+ISA_FLAGS = {"scalar": [], "avx2": AVX2, "avx512": AVX512, "avx512bf16": BF16}
 INCLUDE_DIRS = ["csrc", "kernels/cpu"]
 
 
@@ -52,22 +50,14 @@ def mode_flags() -> list[str]:
     return flags
 
 
-def is_x86() -> bool:
-    return platform.machine().lower() in ("x86_64", "amd64")
-
-
 def isa_of(source: str) -> str:
     """The instruction set of kernels/cpu/isa_<name>.c."""
-    name = os.path.basename(source)[len("isa_") : -len(".c")]
-    if name not in ISA_FLAGS:
-        raise SystemExit(f"{source}: no compiler flags known for the instruction set {name}")
-    return name
+    return os.path.basename(source)[len("isa_") : -len(".c")]
 
 
 def isa_flags(name: str) -> list[str]:
-    if name == "avx512bf16" and flag_set("QKV_EMULATE_DPBF16"):
-        return AVX512
-    return ISA_FLAGS[name]
+    emulated = name == "avx512bf16" and flag_set("QKV_EMULATE_DPBF16")
+    return AVX512 if emulated else ISA_FLAGS[name]
 
 
 def host_sources(*, binding: bool) -> list[str]:
@@ -81,22 +71,13 @@ def kernel_sources() -> tuple[list[str], list[str]]:
     found = sorted(glob.glob("kernels/cpu/*.c"))
     isas = [path for path in found if os.path.basename(path).startswith("isa_")]
     plain = [path for path in found if path not in isas]
-    return plain, [path for path in isas if is_x86() or isa_of(path) == "scalar"]
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return plain, [path for path in isas if x86 or isa_of(path) == "scalar"]
 
 
 def headers() -> list[str]:
     patterns = ["csrc/**/*.h", "csrc/**/*.def", "kernels/cpu/*.h", "kernels/cpu/*.inc"]
     return sorted(path for p in patterns for path in glob.glob(p, recursive=True))
-
-
-def c_library(name: str, sources: list[str], flags: list[str]) -> tuple[str, dict[str, Any]]:
-    info = {
-        "sources": sources,
-        "include_dirs": INCLUDE_DIRS,
-        "cflags": [*flags, *mode_flags()],
-        "obj_deps": {"": headers()},
-    }
-    return name, info
 
 
 def build_folders() -> dict[str, dict[str, str]]:
@@ -114,19 +95,52 @@ def build_folders() -> dict[str, dict[str, str]]:
     }
 
 
+def parallel_commands() -> dict[str, Any]:
+    """build_clib and build_ext that compile as many files at a time as there are processors."""
+    from setuptools.command.build_clib import build_clib
+    from setuptools.command.build_ext import build_ext
+
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+
+    class Clib(build_clib):
+        def build_libraries(self, libraries: list[Any]) -> None:
+            list(pool.map(lambda one: build_clib.build_libraries(self, [one]), libraries))
+
+    class Ext(build_ext):
+        def build_extension(self, ext: Any) -> None:
+            whole, single, jobs = self.compiler.compile, self.compiler._compile, []
+
+            def compile_all(*args: Any, **options: Any) -> Any:
+                objects = whole(*args, **options)
+                for job in jobs:
+                    job.result()
+                return objects
+
+            self.compiler._compile = lambda *args: jobs.append(pool.submit(single, *args))
+            self.compiler.compile = compile_all
+            super().build_extension(ext)
+
+    return {"build_clib": Clib, "build_ext": Ext}
+
+
 def main() -> None:
     import numpy
     from setuptools import Extension, setup
 
+    def library(name: str, sources: list[str], flags: list[str]) -> tuple[str, dict[str, Any]]:
+        cflags = [*KERNEL_FLAGS, *flags, *mode_flags()]
+        info = {"sources": sources, "include_dirs": INCLUDE_DIRS, "cflags": cflags}
+        return name, info | {"obj_deps": {"": headers()}}
+
     plain, isas = kernel_sources()
     # The order matters to the linker: the dispatcher first, then the tables that it refers to.
-    libraries = [c_library("qkvcpu", plain, KERNEL_FLAGS)] if plain else []
-    for source in isas:
-        name = isa_of(source)
-        libraries.append(c_library(f"qkvcpu_{name}", [source], [*KERNEL_FLAGS, *isa_flags(name)]))
+    names = [isa_of(path) for path in isas]
+    libraries = [library("qkvcpu", plain, [])]
+    libraries += [
+        library(f"qkvcpu_{name}", [path], isa_flags(name))
+        for name, path in zip(names, isas, strict=True)
+    ]
     # As system headers: our warnings are not for other people's inline functions.
-    from sysconfig import get_path
-
     system = [f"-isystem{get_path('include')}", f"-isystem{numpy.get_include()}"]
     core = Extension(
         "qkv._core",
@@ -137,7 +151,8 @@ def main() -> None:
         libraries=["m"],
         extra_link_args=["-pthread"],
     )
-    setup(ext_modules=[core], libraries=libraries, options=build_folders())
+    commands = parallel_commands()
+    setup(ext_modules=[core], libraries=libraries, options=build_folders(), cmdclass=commands)
 
 
 if __name__ == "__main__":
