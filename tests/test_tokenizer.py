@@ -96,7 +96,7 @@ def as_gguf(folder: Path, pre: str) -> dict[str, Any]:
         types[entry["id"]] = vocab.CONTROL if entry["special"] else vocab.USER_DEFINED
     merges = [m if isinstance(m, str) else " ".join(m) for m in state["model"]["merges"]]
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    found = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
+    found: dict[str, Any] = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
     if config.get("bos_token"):
         found["tokenizer.ggml.bos_token_id"] = tokens.index(config["bos_token"])
     return found | {

@@ -370,13 +370,15 @@ class Engine:
         progress: bool,
     ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
-        self.interrupted = []
+        window = max(_LIST_WINDOW, self._max_running * _STREAM_WINDOW)
         with self._exclusive():
+            self.interrupted = []
+            current = self._start(entries, rows, on_finish, progress, window)
             try:
-                window = max(_LIST_WINDOW, self._max_running * _STREAM_WINDOW)
-                for output in self._start(entries, rows, on_finish, progress, window).results():
+                for output in current.results():
                     outputs.append(output)
             except BaseException as error:
+                outputs += current.finished()
                 self.interrupted = sorted(outputs, key=lambda output: output.index)
                 if isinstance(error, KeyboardInterrupt):
                     error.outputs = self.interrupted  # type: ignore[attr-defined]

@@ -146,8 +146,9 @@ class Run:
                 with self._engine._exclusive():
                     self._fill()
                 while self._done:
-                    output = self._done.popleft()
-                    self._hook(output)
+                    output = self._done[0]
+                    self._hook(output)  # an interrupt in it does not lose the row
+                    self._done.popleft()
                     self._progress.rows()
                     yield output
                 if self._rows:
@@ -158,6 +159,10 @@ class Run:
         finally:
             self._abort()
             self._progress.close()
+
+    def finished(self) -> list[RequestOutput]:
+        """Answered and not yet given out."""
+        return list(self._done)
 
     def _hook(self, output: RequestOutput) -> None:
         if self._on_finish is None or output.error is not None:

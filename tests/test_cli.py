@@ -1,0 +1,191 @@
+"""The command line: what it prints, where, and its exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import qkv
+from qkv import cli
+
+SMALL = ["--kv-tokens", "1024", "--threads", "1", "--max-tokens", "5", "--temperature", "0"]
+SMALL += ["--ignore-eos"]
+
+
+def rows_of(text: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_generate_text(tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["generate", "--model", str(tiny("llama")), *SMALL, "The fox", "The dog"]
+    assert cli.main(args) == 0
+    out = capsys.readouterr().out
+    assert out.index("The fox") < out.index("The dog")
+    assert out.count(">>> ") == 2 and out.count("[cut after 5 tokens]") == 2
+
+
+def test_generate_json(tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["generate", "--model", str(tiny("llama")), *SMALL, "--json", "The fox", "The dog"]
+    assert cli.main(args) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert [row["prompt"] for row in rows] == ["The fox", "The dog"]
+    assert "token_ids" not in rows[0]["outputs"][0]  # type: ignore[index]
+    assert cli.main([*args, "--arrays", "--logprobs", "2", "--n", "2"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    samples = rows[0]["outputs"]
+    assert isinstance(samples, list) and len(samples) == 2
+    assert len(samples[0]["token_ids"]) == len(samples[0]["top_ids"]) == 5
+
+
+def test_generate_jsonl_to_jsonl(
+    tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given = [
+        {"prompt": "The fox", "id": "a", "params": {"max_tokens": 3}},
+        {"prompt_token_ids": [1, 2, 3], "key": 7},
+        {"messages": [{"role": "user", "content": "Hi"}], "custom_id": "c"},
+        {"text": "no prompt in it"},
+        [4, 5, 6],
+        "just text",
+    ]
+    source.write_text("\n".join(json.dumps(row) for row in given) + "\n\n")
+    args = ["generate", "--model", str(tiny("llama")), *SMALL]
+    code = cli.main([*args, "--input", str(source), "--output", str(target)])
+    assert code == 1  # one row has an error
+    assert "1 rows have an error" in capsys.readouterr().err
+    rows = sorted(rows_of(target.read_text()), key=lambda row: int(str(row["index"])))
+    assert [row["key"] for row in rows] == ["a", 7, "c", None, None, None]
+    assert ["error" in row for row in rows] == [False, False, False, True, False, False]
+
+
+def test_text_file_and_standard_input(
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "in.txt").write_text("The fox\n\nThe dog\nThe cat\n")
+    args = ["generate", "--model", str(tiny("llama")), *SMALL, "--json", "--limit", "2"]
+    assert cli.main([*args, "--input", str(tmp_path / "in.txt")]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert [row["prompt"] for row in rows] == ["The fox", "The dog"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("The fox\n"))
+    assert cli.main([*args, "--input", "-"]) == 0
+    assert rows_of(capsys.readouterr().out)[0]["outputs"] == rows[0]["outputs"]
+
+
+def test_dataset(tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["generate", "--model", str(tiny("llama")), *SMALL, "--dataset", "gsm8k", "--limit", "2"]
+    assert cli.main([*args, "--json"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert [(row["key"], row["gold"]) for row in rows] == [("gsm8k-0", "18"), ("gsm8k-1", "3")]
+    # A model with a chat template is asked through it.
+    assert str(rows[0]["prompt"]).startswith("<|bos|><|user|>Janet")
+    assert cli.main([*args, "--no-chat"]) == 0
+    assert "right answer: 18" in capsys.readouterr().out
+
+
+def test_chat(
+    tiny: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = ["chat", "--model", str(tiny("llama")), *SMALL]
+    assert cli.main([*args, "--json", "Hi", "there"]) == 0
+    row = rows_of(capsys.readouterr().out)[0]
+    assert row["prompt"] == "<|bos|><|user|>Hi there<|eos|><|assistant|>"
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi there\nMore\n/new\nHi there\n/quit\nnever\n"))
+    assert cli.main([*args, "--json"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert len(rows) == 3
+    assert rows[0]["outputs"] == rows[2]["outputs"] == row["outputs"]
+    assert str(rows[1]["prompt"]).startswith(str(row["prompt"]))
+
+
+def test_inspect(tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tiny("llama"))
+    assert cli.main(["inspect", path]) == 0
+    text = capsys.readouterr().out
+    assert "LlamaForCausalLM" in text and "chat template  yes" in text
+    assert cli.main(["inspect", path, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["config"]["arch"] == "LlamaForCausalLM" and found["problem"] is None
+    assert found["n_bytes"] == sum(entry["bytes"] for entry in found["formats"].values())
+    assert "<table>" in qkv.inspect(path)._repr_html_()
+
+
+def test_inspect_what_cannot_run(fixtures_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(fixtures_dir / "base-glm4-tiny")]) == 0
+    assert "Glm4ForCausalLM" in capsys.readouterr().out
+    found = qkv.inspect(fixtures_dir / "gguf-mixed-llama-g/gguf-mixed-llama-g.gguf")
+    assert found.problem is not None and "Q2_K" in found.problem
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert "scalar" in text and "bf16" in text and "Q4_K" in text
+    assert cli.main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["instruction_sets"]["scalar"] is True and facts["threads"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["generate", "--model", "/nowhere", "x"], 1, "/nowhere"),
+        (["generate", "--model", "TINY", "--top-p", "7", "x"], 2, "top_p=7.0"),
+        (["generate", "--model", "TINY"], 2, "--input"),
+        (["generate", "--model", "TINY", "x", "--dataset", "gsm8k"], 2, "one of them"),
+        (["generate", "--model", "TINY", "--input", "/nowhere.txt"], 2, "/nowhere.txt"),
+        (["generate", "--model", "TINY", "--kv-cache-dtype", "fp7", "x"], 2, "fp7"),
+        (["generate", "--model", "TINY", "--kv-cache-dtype", "{", "x"], 2, "JSON"),
+        (["generate", "--model", "TINY", "--limit", "0", "x"], 2, "--limit"),
+        (["inspect", "/nowhere"], 1, "/nowhere"),
+    ],
+)
+def test_errors_are_one_line(
+    args: list[str],
+    code: int,
+    words: str,
+    tiny: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("QKV_DEBUG", raising=False)
+    args = [str(tiny("llama")) if arg == "TINY" else arg for arg in args]
+    assert cli.main(args) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("qkv: ") and captured.err.count("\n") == 1
+    assert words in captured.err
+
+
+def test_broken_jsonl_names_the_line(
+    tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    args = ["generate", "--model", str(tiny("llama")), *SMALL]
+    assert cli.main([*args, "--input", str(tmp_path / "in.jsonl")]) == 2
+    assert "in.jsonl, line 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "inspect", "info", "demo-model"])
+def test_help_has_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([verb, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert f"  qkv {verb}" in text and "--json" in text
+
+
+def test_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["gnerate"])
+    assert caught.value.code == 2
+    assert "generate" in capsys.readouterr().err
