@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import qkv
 from qkv import chat_template
 from qkv.tokenizer import Tokenizer

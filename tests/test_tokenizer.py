@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import qkv
 from qkv import vocab
 from qkv.tokenizer import Tokenizer, from_user
