@@ -68,8 +68,7 @@ enum qkv_status qkv_block_alloc(struct qkv_error *err, size_t n_bytes, void **ou
         *out = block;
         return QKV_OK;
     }
-    void *block =
-        mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *block = mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (block == MAP_FAILED) {
         return out_of_memory(err, n_bytes, 1);
     }

@@ -37,10 +37,11 @@ enum qkv_status qkv_path_join(struct qkv_error *err, const char *folder, const c
                               char **out);
 
 /* Names in a folder ("." and ".." left out), sorted by bytes. */
-enum qkv_status qkv_folder_list(struct qkv_error *err, const char *path, char ***out, size_t *out_n);
+enum qkv_status qkv_folder_list(struct qkv_error *err, const char *path, char ***out,
+                                size_t *out_n);
 void qkv_folder_list_free(char **names, size_t n);
 
-uint64_t qkv_clock_ns(void); /* monotonic */
+uint64_t qkv_clock_ns(void);  /* monotonic */
 int64_t qkv_process_id(void); /* changes in a fork */
 size_t qkv_page_bytes(void);
 

@@ -191,8 +191,8 @@ static int compare_names(const void *a, const void *b)
     return strcmp(*(char *const *)a, *(char *const *)b);
 }
 
-static enum qkv_status list_entries(struct qkv_error *err, const char *path, DIR *dir, char ***names,
-                                    size_t *n)
+static enum qkv_status list_entries(struct qkv_error *err, const char *path, DIR *dir,
+                                    char ***names, size_t *n)
 {
     size_t capacity = 0;
     for (;;) {

@@ -51,10 +51,12 @@ static const struct {
     const char *name;
     uint8_t n_bytes; /* 0: not of fixed size */
 } types[QKV_GGUF_TYPE_COUNT] = {
-    [QKV_GGUF_U8] = {"u8", 1},     [QKV_GGUF_I8] = {"i8", 1},         [QKV_GGUF_U16] = {"u16", 2},
-    [QKV_GGUF_I16] = {"i16", 2},   [QKV_GGUF_U32] = {"u32", 4},       [QKV_GGUF_I32] = {"i32", 4},
-    [QKV_GGUF_F32] = {"f32", 4},   [QKV_GGUF_BOOL] = {"bool", 1},     [QKV_GGUF_STRING] = {"string", 0},
-    [QKV_GGUF_ARRAY] = {"array", 0}, [QKV_GGUF_U64] = {"u64", 8},     [QKV_GGUF_I64] = {"i64", 8},
+    [QKV_GGUF_U8] = {"u8", 1},         [QKV_GGUF_I8] = {"i8", 1},
+    [QKV_GGUF_U16] = {"u16", 2},       [QKV_GGUF_I16] = {"i16", 2},
+    [QKV_GGUF_U32] = {"u32", 4},       [QKV_GGUF_I32] = {"i32", 4},
+    [QKV_GGUF_F32] = {"f32", 4},       [QKV_GGUF_BOOL] = {"bool", 1},
+    [QKV_GGUF_STRING] = {"string", 0}, [QKV_GGUF_ARRAY] = {"array", 0},
+    [QKV_GGUF_U64] = {"u64", 8},       [QKV_GGUF_I64] = {"i64", 8},
     [QKV_GGUF_F64] = {"f64", 8},
 };
 
@@ -206,7 +208,8 @@ static enum qkv_status read_entries(struct reader *r, uint64_t n_entries)
         if (status != QKV_OK) {
             return qkv_fail_prefix(r->err, status, entry.key);
         }
-        QKV_TRY(qkv_grow(r->err, &entries, &r->entries_capacity, gguf->n_entries + 1, sizeof entry));
+        QKV_TRY(
+            qkv_grow(r->err, &entries, &r->entries_capacity, gguf->n_entries + 1, sizeof entry));
         gguf->entries = entries;
         gguf->entries[gguf->n_entries++] = entry;
     }
@@ -216,8 +219,7 @@ static enum qkv_status read_entries(struct reader *r, uint64_t n_entries)
 /* --- tensors --------------------------------------------------------------------------------- */
 
 /* Reads the shape, turned to outermost first, and finds the bytes that it takes. */
-static enum qkv_status read_shape(struct reader *r, struct qkv_tensor *tensor,
-                                  uint64_t *n_elems)
+static enum qkv_status read_shape(struct reader *r, struct qkv_tensor *tensor, uint64_t *n_elems)
 {
     uint32_t n_dims;
     if (!qkv_cursor_u32(&r->at, &n_dims)) {
@@ -236,8 +238,7 @@ static enum qkv_status read_shape(struct reader *r, struct qkv_tensor *tensor,
         }
         if (dim > INT64_MAX || !qkv_mul_size(*n_elems, dim, n_elems)) {
             return qkv_fail(r->err, QKV_ERR_CHECKPOINT,
-                            "tensor %.200s: dimension %" PRIu64
-                            ": their product is beyond 64 bits",
+                            "tensor %.200s: dimension %" PRIu64 ": their product is beyond 64 bits",
                             tensor->name, dim);
         }
         tensor->shape[n_dims - 1 - i] = (int64_t)dim;
@@ -246,15 +247,15 @@ static enum qkv_status read_shape(struct reader *r, struct qkv_tensor *tensor,
     return QKV_OK;
 }
 
-static enum qkv_status size_tensor(struct reader *r, struct qkv_tensor *tensor,
-                                   uint64_t n_elems)
+static enum qkv_status size_tensor(struct reader *r, struct qkv_tensor *tensor, uint64_t n_elems)
 {
     const struct qkv_format_traits *t = qkv_format_traits(tensor->format);
     uint64_t row = tensor->n_dims > 0 ? (uint64_t)tensor->shape[tensor->n_dims - 1] : 1;
     uint64_t block = (uint64_t)t->block_elems;
     if (row % block != 0) {
         return qkv_fail(r->err, QKV_ERR_CHECKPOINT,
-                        "tensor %.200s: rows of %" PRIu64 " elements, not a multiple of %s's %" PRIu64,
+                        "tensor %.200s: rows of %" PRIu64
+                        " elements, not a multiple of %s's %" PRIu64,
                         tensor->name, row, t->name, block);
     }
     if (!qkv_mul_size(n_elems / block, (uint64_t)t->block_bytes, &tensor->n_bytes)) {
@@ -264,8 +265,7 @@ static enum qkv_status size_tensor(struct reader *r, struct qkv_tensor *tensor,
     return QKV_OK;
 }
 
-static enum qkv_status read_tensor(struct reader *r, struct qkv_tensor *tensor,
-                                   uint64_t *offset)
+static enum qkv_status read_tensor(struct reader *r, struct qkv_tensor *tensor, uint64_t *offset)
 {
     uint64_t n_elems = 0;
     uint32_t type_id;
@@ -291,11 +291,11 @@ static enum qkv_status read_table(struct reader *r, uint64_t n_tensors)
         void *offsets = r->offsets;
         QKV_TRY(read_name(r, "a tensor's name", &tensor.name));
         QKV_TRY(read_tensor(r, &tensor, &offset));
-        QKV_TRY(qkv_grow(r->err, &tensors, &r->tensors_capacity, gguf->n_tensors + 1,
-                         sizeof tensor));
+        QKV_TRY(
+            qkv_grow(r->err, &tensors, &r->tensors_capacity, gguf->n_tensors + 1, sizeof tensor));
         gguf->tensors = tensors;
-        QKV_TRY(qkv_grow(r->err, &offsets, &r->offsets_capacity, gguf->n_tensors + 1,
-                         sizeof offset));
+        QKV_TRY(
+            qkv_grow(r->err, &offsets, &r->offsets_capacity, gguf->n_tensors + 1, sizeof offset));
         r->offsets = offsets;
         gguf->tensors[gguf->n_tensors] = tensor;
         r->offsets[gguf->n_tensors++] = offset;
@@ -328,8 +328,8 @@ static enum qkv_status place_tensors(struct reader *r)
         uint64_t offset = r->offsets[i];
         if ((offset & mask) != 0) {
             return qkv_fail(r->err, QKV_ERR_CHECKPOINT,
-                            "tensor %.200s: offset %" PRIu64 ", not a multiple of the alignment %"
-                            PRIu64,
+                            "tensor %.200s: offset %" PRIu64
+                            ", not a multiple of the alignment %" PRIu64,
                             tensor->name, offset, gguf->alignment);
         }
         if (offset > n_data || tensor->n_bytes > n_data - offset) {
@@ -376,15 +376,16 @@ static enum qkv_status check_overlap(struct reader *r)
     return status;
 }
 
-/* Sorts n names, the i-th from `names`, and fails if two are equal. */
-static enum qkv_status sort_names(struct reader *r, char *const *names, size_t n, const char *what,
+/* Sorts n of the names from number `first` on, and fails if two are equal. */
+static enum qkv_status sort_names(struct reader *r, size_t first, size_t n, const char *what,
                                   struct qkv_name **out)
 {
     void *block = NULL;
     QKV_TRY(qkv_calloc(r->err, n, sizeof **out, &block));
     struct qkv_name *sorted = block;
     for (size_t i = 0; i < n; i++) {
-        sorted[i] = (struct qkv_name){names[i], strlen(names[i]), i};
+        const char *name = r->gguf->names[first + i];
+        sorted[i] = (struct qkv_name){name, strlen(name), i};
     }
     qkv_names_sort(sorted, n);
     const struct qkv_name *twice = qkv_names_duplicate(sorted, n);
@@ -438,11 +439,10 @@ static enum qkv_status read_file(struct reader *r)
     struct qkv_name *tensor_names = NULL;
     QKV_TRY(read_counts(r, &n_tensors, &n_entries));
     QKV_TRY(read_entries(r, n_entries));
-    QKV_TRY(sort_names(r, gguf->names, gguf->n_entries, "key", &gguf->keys));
+    QKV_TRY(sort_names(r, 0, gguf->n_entries, "key", &gguf->keys));
     QKV_TRY(find_alignment(r));
     QKV_TRY(read_table(r, n_tensors));
-    QKV_TRY(sort_names(r, gguf->names + gguf->n_entries, gguf->n_tensors, "tensor",
-                       &tensor_names));
+    QKV_TRY(sort_names(r, gguf->n_entries, gguf->n_tensors, "tensor", &tensor_names));
     free(tensor_names);
     QKV_TRY(place_tensors(r));
     return check_overlap(r);

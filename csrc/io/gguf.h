@@ -17,20 +17,20 @@
 enum { QKV_GGUF_DEPTH_MAX = 4 };
 
 enum qkv_gguf_type { /* the numbers that the file holds */
-    QKV_GGUF_U8 = 0,
-    QKV_GGUF_I8,
-    QKV_GGUF_U16,
-    QKV_GGUF_I16,
-    QKV_GGUF_U32,
-    QKV_GGUF_I32,
-    QKV_GGUF_F32,
-    QKV_GGUF_BOOL,
-    QKV_GGUF_STRING,
-    QKV_GGUF_ARRAY,
-    QKV_GGUF_U64,
-    QKV_GGUF_I64,
-    QKV_GGUF_F64,
-    QKV_GGUF_TYPE_COUNT
+                     QKV_GGUF_U8 = 0,
+                     QKV_GGUF_I8,
+                     QKV_GGUF_U16,
+                     QKV_GGUF_I16,
+                     QKV_GGUF_U32,
+                     QKV_GGUF_I32,
+                     QKV_GGUF_F32,
+                     QKV_GGUF_BOOL,
+                     QKV_GGUF_STRING,
+                     QKV_GGUF_ARRAY,
+                     QKV_GGUF_U64,
+                     QKV_GGUF_I64,
+                     QKV_GGUF_F64,
+                     QKV_GGUF_TYPE_COUNT
 };
 
 struct qkv_gguf_value {
@@ -73,7 +73,8 @@ bool qkv_gguf_to_double(const struct qkv_gguf_value *value, double *out);
 bool qkv_gguf_to_bool(const struct qkv_gguf_value *value, bool *out);
 bool qkv_gguf_to_string(const struct qkv_gguf_value *value, const char **text, size_t *n_bytes);
 
-/* Walks an array: struct qkv_gguf_iter it = qkv_gguf_iter(value). Nothing to walk in other types. */
+/* Walks an array: struct qkv_gguf_iter it = qkv_gguf_iter(value). Nothing to walk in other types.
+ */
 struct qkv_gguf_iter {
     enum qkv_gguf_type elem;
     uint64_t left;

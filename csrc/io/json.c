@@ -199,9 +199,9 @@ static bool is_digit(char c)
 /* A number's text, checked against the grammar. */
 struct number {
     size_t begin;
-    size_t n_int;  /* digits before the point */
-    size_t n_frac; /* digits after it */
-    size_t frac;   /* where these begin */
+    size_t n_int;    /* digits before the point */
+    size_t n_frac;   /* digits after it */
+    size_t frac;     /* where these begin */
     size_t exponent; /* where the exponent's sign or first digit stands; 0: none */
     size_t end;
     bool negative;

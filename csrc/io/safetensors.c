@@ -48,8 +48,9 @@ static enum qkv_status read_shape(struct qkv_error *err, const char *name,
         return fail_tensor(err, name, "has no \"shape\" array");
     }
     if (shape->count > QKV_DIMS_MAX) {
-        return qkv_fail(err, QKV_ERR_CHECKPOINT, "tensor %.200s: %" PRIu32 " dimensions, at most %d",
-                        name, shape->count, QKV_DIMS_MAX);
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "tensor %.200s: %" PRIu32 " dimensions, at most %d", name, shape->count,
+                        QKV_DIMS_MAX);
     }
     struct qkv_json_iter iter = qkv_json_iter(shape);
     const struct qkv_json_node *dim;
@@ -142,8 +143,8 @@ static enum qkv_status check_cover(struct qkv_error *err, const struct qkv_tenso
         uint64_t begin = (uint64_t)(tensors[i].data - data);
         if (begin < pos) {
             return qkv_fail(err, QKV_ERR_CHECKPOINT,
-                            "tensor %.200s: begins at byte %" PRIu64 ", inside %.200s", tensors[i].name,
-                            begin, tensors[i - 1].name);
+                            "tensor %.200s: begins at byte %" PRIu64 ", inside %.200s",
+                            tensors[i].name, begin, tensors[i - 1].name);
         }
         if (begin > pos) {
             return qkv_fail(err, QKV_ERR_CHECKPOINT,
@@ -173,8 +174,9 @@ static enum qkv_status check_metadata(struct qkv_error *err, const struct qkv_js
     }
     while (qkv_json_next_member(&iter, &key, &value)) {
         if (value->type != QKV_JSON_STRING) {
-            return qkv_fail(err, QKV_ERR_CHECKPOINT, "__metadata__: %.200s is %s, expected a string",
-                            key->as.text, qkv_json_type_name(value->type));
+            return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                            "__metadata__: %.200s is %s, expected a string", key->as.text,
+                            qkv_json_type_name(value->type));
         }
     }
     return QKV_OK;

@@ -93,10 +93,10 @@ static enum qkv_status add_file(struct qkv_error *err, struct qkv_weights *weigh
     weights->files[weights->n_files++] = file;
     struct file *added = &weights->files[weights->n_files - 1];
     QKV_TRY(qkv_map_open(err, path, &added->map));
-    status = weights->container == QKV_CONTAINER_GGUF
-                 ? qkv_gguf_parse(err, added->map.data, added->map.n_bytes, &added->gguf)
-                 : qkv_safetensors_parse(err, added->map.data, added->map.n_bytes,
-                                         &added->safetensors);
+    status =
+        weights->container == QKV_CONTAINER_GGUF
+            ? qkv_gguf_parse(err, added->map.data, added->map.n_bytes, &added->gguf)
+            : qkv_safetensors_parse(err, added->map.data, added->map.n_bytes, &added->safetensors);
     return status == QKV_OK ? QKV_OK : qkv_fail_prefix(err, status, path);
 }
 
@@ -106,8 +106,7 @@ static enum qkv_status add_file_in_folder(struct qkv_error *err, struct qkv_weig
     char *path = NULL;
     QKV_TRY(qkv_path_join(err, weights->folder, name, &path));
     if (!qkv_path_is_file(path)) {
-        enum qkv_status status =
-            qkv_fail(err, QKV_ERR_CHECKPOINT, "%s is not there", path);
+        enum qkv_status status = qkv_fail(err, QKV_ERR_CHECKPOINT, "%s is not there", path);
         free(path);
         return status;
     }
@@ -220,8 +219,9 @@ static enum qkv_status check_weight_map(struct qkv_error *err, const struct qkv_
         const char *in =
             found != NULL ? base_name(weights->files[weights->owner[found->index]].path) : NULL;
         if (in == NULL) {
-            status = qkv_fail(err, QKV_ERR_CHECKPOINT, "tensor %.200s is in the index, but not in %s",
-                              key->as.text, value->as.text);
+            status =
+                qkv_fail(err, QKV_ERR_CHECKPOINT, "tensor %.200s is in the index, but not in %s",
+                         key->as.text, value->as.text);
         } else if (strcmp(in, value->as.text) != 0) {
             status = qkv_fail(err, QKV_ERR_CHECKPOINT, "tensor %.200s is in %s, not in %s",
                               key->as.text, in, value->as.text);
@@ -231,9 +231,9 @@ static enum qkv_status check_weight_map(struct qkv_error *err, const struct qkv_
     }
     for (size_t i = 0; i < weights->n_tensors && status == QKV_OK; i++) {
         if (!listed[i]) {
-            status = qkv_fail(err, QKV_ERR_CHECKPOINT, "tensor %.200s is in %s, but not in the index",
-                              weights->tensors[i].name,
-                              base_name(weights->files[weights->owner[i]].path));
+            status = qkv_fail(
+                err, QKV_ERR_CHECKPOINT, "tensor %.200s is in %s, but not in the index",
+                weights->tensors[i].name, base_name(weights->files[weights->owner[i]].path));
         }
     }
     free(block);
@@ -357,9 +357,8 @@ static enum qkv_status open_part(struct qkv_error *err, struct qkv_weights *weig
     const struct file *file = &weights->files[part];
     QKV_TRY(read_split_keys(err, file, &no, &n_parts));
     if (no != (int64_t)part || n_parts != (int64_t)count) {
-        return qkv_fail(err, QKV_ERR_CHECKPOINT,
-                        "%s: says that it is part %" PRId64 " of %" PRId64, file->path, no + 1,
-                        n_parts);
+        return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: says that it is part %" PRId64 " of %" PRId64,
+                        file->path, no + 1, n_parts);
     }
     return QKV_OK;
 }
@@ -513,8 +512,8 @@ static enum qkv_status open_path(struct qkv_error *err, struct qkv_weights *weig
     if (!qkv_path_is_file(path)) {
         return qkv_fail(err, QKV_ERR_IO, "%s: no such file or folder", path);
     }
-    return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: neither a folder nor a .safetensors or .gguf file",
-                    path);
+    return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                    "%s: neither a folder nor a .safetensors or .gguf file", path);
 }
 
 enum qkv_status qkv_weights_open(struct qkv_error *err, const char *path, struct qkv_weights **out)

@@ -253,7 +253,7 @@ static int round_code(float value, float scale, int low, int high)
         return low > 0 ? low : 0;
     }
     float code = nearbyintf(value / scale);
-    return code < (float)low ? low : code > (float)high ? high : (int)code;
+    return code<(float)low ? low : code>(float) high ? high : (int)code;
 }
 
 /* The value of largest magnitude, with its sign: scaled so that it becomes the most negative code,

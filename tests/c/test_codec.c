@@ -290,8 +290,8 @@ static void test_errors(void)
     CHECK_ERROR(qkv_codec_dequantize(&err, QKV_FORMAT_Q4_K, block, 255, values), err,
                 QKV_ERR_ARGUMENT, "Q4_K: 255 elements, not a multiple of 256");
     values[3] = NAN;
-    CHECK_ERROR(qkv_codec_quantize(&err, QKV_FORMAT_Q4_0, values, 32, block), err,
-                QKV_ERR_ARGUMENT, "Q4_0: element 3 is nan");
+    CHECK_ERROR(qkv_codec_quantize(&err, QKV_FORMAT_Q4_0, values, 32, block), err, QKV_ERR_ARGUMENT,
+                "Q4_0: element 3 is nan");
     values[3] = -1e6f;
     CHECK_ERROR(qkv_codec_quantize(&err, QKV_FORMAT_Q6_K, values, 256, block), err,
                 QKV_ERR_ARGUMENT, "at most 65504");

@@ -29,8 +29,8 @@ static void test_lookups(void)
         size_t n = strlen(t->safetensors_name);
         if (n != 0) {
             CHECK_EQ_INT(qkv_format_from_safetensors(t->safetensors_name, n), i);
-            CHECK_EQ_INT(qkv_format_from_safetensors(t->safetensors_name, n - 1) == (enum qkv_format)i,
-                         0);
+            CHECK_EQ_INT(
+                qkv_format_from_safetensors(t->safetensors_name, n - 1) == (enum qkv_format)i, 0);
         }
     }
     static const uint32_t absent[] = {4, 5, 31, 33, 36, 250, UINT32_MAX};

@@ -147,9 +147,18 @@ static void test_strings(void)
 static void test_ill_formed_utf8(void)
 {
     static const char *const bad[] = {
-        "\"\x80\"",         "\"\xc3\"",             "\"\xc0\x80\"",         "\"\xc1\xbf\"",
-        "\"\xe0\x9f\xbf\"", "\"\xed\xa0\x80\"",     "\"\xed\xbf\xbf\"",     "\"\xe2\x82\"",
-        "\"\xf0\x8f\xbf\xbf\"", "\"\xf4\x90\x80\x80\"", "\"\xf5\x80\x80\x80\"", "\"\xff\"",
+        "\"\x80\"",
+        "\"\xc3\"",
+        "\"\xc0\x80\"",
+        "\"\xc1\xbf\"",
+        "\"\xe0\x9f\xbf\"",
+        "\"\xed\xa0\x80\"",
+        "\"\xed\xbf\xbf\"",
+        "\"\xe2\x82\"",
+        "\"\xf0\x8f\xbf\xbf\"",
+        "\"\xf4\x90\x80\x80\"",
+        "\"\xf5\x80\x80\x80\"",
+        "\"\xff\"",
     };
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         check_refused(bad[i], "ill-formed UTF-8");
@@ -285,7 +294,8 @@ static void test_cut_texts(void)
     static const char text[] =
         " { \"a\\u00e9\\ud83d\\ude00\" : [ 1.5e-3 , -20 , true , null ] , \"\xe2\x82\xac\" : {} } ";
     for (size_t n = 0; n < sizeof text; n++) {
-        char *copy = malloc(n != 0 ? n : 1); /* its own block, so that a sanitizer sees an over-read */
+        char *copy =
+            malloc(n != 0 ? n : 1); /* its own block, so that a sanitizer sees an over-read */
         struct qkv_error err;
         struct qkv_json *json = NULL;
         CHECK(copy != NULL);

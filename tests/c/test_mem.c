@@ -1,4 +1,5 @@
-/* Sizes that overflow, growing arrays, aligned blocks; and of os.h what belongs to no other test. */
+/* Sizes that overflow, growing arrays, aligned blocks; and of os.h what belongs to no other test.
+ */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mkstemp */
 #endif

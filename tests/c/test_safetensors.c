@@ -45,11 +45,11 @@ static void test_sound_file(void)
     struct qkv_safetensors *file = NULL;
     size_t n = 0;
     /* In another order than the data, with metadata, padding, an empty tensor and a scalar. */
-    struct image image = make_image(
-        "{" B_BF16 ",\"__metadata__\":{\"format\":\"pt\"}," A_F32
-        ",\"none\":{\"dtype\":\"I64\",\"shape\":[3,0,5],\"data_offsets\":[24,24]}"
-        ",\"s\":{\"data_offsets\":[32,33],\"shape\":[],\"dtype\":\"F8_E4M3\"}}    ",
-        33);
+    struct image image =
+        make_image("{" B_BF16 ",\"__metadata__\":{\"format\":\"pt\"}," A_F32
+                   ",\"none\":{\"dtype\":\"I64\",\"shape\":[3,0,5],\"data_offsets\":[24,24]}"
+                   ",\"s\":{\"data_offsets\":[32,33],\"shape\":[],\"dtype\":\"F8_E4M3\"}}    ",
+                   33);
     CHECK_OK(qkv_safetensors_parse(&err, image.bytes, image.n_bytes, &file), err);
     const struct qkv_tensor *t = qkv_safetensors_tensors(file, &n);
     CHECK_EQ_INT(n, 4);
@@ -186,8 +186,7 @@ static void test_broken_bytes(void)
             struct qkv_safetensors *file = NULL;
             uint8_t before = image.bytes[i];
             image.bytes[i] = (uint8_t)(before ^ change);
-            enum qkv_status status =
-                qkv_safetensors_parse(&err, image.bytes, image.n_bytes, &file);
+            enum qkv_status status = qkv_safetensors_parse(&err, image.bytes, image.n_bytes, &file);
             CHECK(status == QKV_OK || status == QKV_ERR_CHECKPOINT);
             qkv_safetensors_free(file);
             image.bytes[i] = before;

@@ -164,7 +164,8 @@ static void test_shards(void)
     CHECK_EQ_STR(qkv_weights_at(weights, 2)->name, "c");
     qkv_weights_close(weights);
     write_index("{\"c\":\"s-2.safetensors\",\"a\":\"s-1.safetensors\"}");
-    check_refused(folder, QKV_ERR_CHECKPOINT, "tensor b is in s-1.safetensors, but not in the index");
+    check_refused(folder, QKV_ERR_CHECKPOINT,
+                  "tensor b is in s-1.safetensors, but not in the index");
     write_index("{\"c\":\"s-2.safetensors\",\"a\":\"s-2.safetensors\",\"b\":\"s-1.safetensors\"}");
     check_refused(folder, QKV_ERR_CHECKPOINT, "tensor a is in s-1.safetensors, not in s-2");
     write_index("{\"c\":\"s-2.safetensors\",\"d\":\"s-2.safetensors\"}");
@@ -184,8 +185,13 @@ static void test_shards(void)
 
 static void test_bad_index(void)
 {
-    static const char *const names[] = {"../s.safetensors", "/etc/s.safetensors",
-                                        "a\\\\s.safetensors", "", "passwd", "..", "s.gguf"};
+    static const char *const names[] = {"../s.safetensors",
+                                        "/etc/s.safetensors",
+                                        "a\\\\s.safetensors",
+                                        "",
+                                        "passwd",
+                                        "..",
+                                        "s.gguf"};
     new_folder();
     write_safetensors("s.safetensors", 1, "a");
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
@@ -256,7 +262,8 @@ static void test_split_gguf(void)
     new_folder();
     write_gguf("m-00001-of-00003.gguf", "t1", 0, 3, 3);
     write_gguf("m-00002-of-00003.gguf", "t2", 1, 3, 3);
-    check_refused(folder, QKV_ERR_CHECKPOINT, "m-00003-of-00003.gguf: part 3 of a split model of 3");
+    check_refused(folder, QKV_ERR_CHECKPOINT,
+                  "m-00003-of-00003.gguf: part 3 of a split model of 3");
     write_gguf("m-00003-of-00003.gguf", "t3", 2, 3, 3);
     check_opens(folder, 3, 3);
     check_opens(in_folder("m-00002-of-00003.gguf"), 3, 3);
@@ -304,8 +311,8 @@ static void test_read_text(void)
     free(text);
     CHECK_OK(qkv_weights_read_text(&err, weights, "absent.json", &text, &n_text), err);
     CHECK(text == NULL);
-    CHECK_ERROR(qkv_weights_read_text(&err, weights, "../x", &text, &n_text), err,
-                QKV_ERR_ARGUMENT, "../x: not a name");
+    CHECK_ERROR(qkv_weights_read_text(&err, weights, "../x", &text, &n_text), err, QKV_ERR_ARGUMENT,
+                "../x: not a name");
     CHECK_EQ_INT(truncate(in_folder("config.json"), (16 << 20) + 1), 0);
     CHECK_ERROR(qkv_weights_read_text(&err, weights, "config.json", &text, &n_text), err,
                 QKV_ERR_CHECKPOINT, "config.json: 16777217 bytes, at most 16777216");

@@ -1,5 +1,5 @@
-/* Bytes as a safetensors file. Of a file that is accepted every tensor lies inside it, has the bytes
- * its shape asks for, and they cover the data without a gap. */
+/* Bytes as a safetensors file. Of a file that is accepted every tensor lies inside it, has the
+ * bytes its shape asks for, and they cover the data without a gap. */
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
