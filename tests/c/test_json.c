@@ -203,6 +203,14 @@ static void test_containers(void)
     CHECK_OK(qkv_json_opt_int(&err, root, "n", &n), err);
     CHECK_OK(qkv_json_opt_int(&err, root, "absent", &n), err);
     CHECK_EQ_INT(n, 5);
+    CHECK_OK(qkv_json_opt_int(&err, qkv_json_find(root, "a") + 1, "absent", &n), err);
+    CHECK_OK(qkv_json_as_int(&err, array + 1, "a[0]", &n), err);
+    CHECK_EQ_INT(n, 1);
+    CHECK_OK(qkv_json_opt_double(&err, root, "absent", &x), err);
+    CHECK_OK(qkv_json_opt_string(&err, root, "n", &s), err);
+    CHECK(x == 1.0 && s == NULL);
+    CHECK_ERROR(qkv_json_opt_double(&err, root, "t", &x), err, QKV_ERR_CHECKPOINT,
+                "t is a boolean, expected a number");
     CHECK_OK(qkv_json_as_string(&err, array + array->n_nodes - 1, "last", &s), err);
     CHECK_EQ_STR(s, "s");
     CHECK_ERROR(qkv_json_get_int(&err, root, "absent", &n), err, QKV_ERR_CHECKPOINT,

@@ -175,4 +175,45 @@ static void test_files(void)
     CHECK(qkv_page_bytes() >= 4096);
 }
 
-CHECK_MAIN(test_sizes, test_calloc, test_grow, test_blocks, test_cursor, test_files)
+/* Pages that were given back are read again from the file. */
+static void test_release(void)
+{
+    struct qkv_error err;
+    struct qkv_map map = {0};
+    char path[] = "/tmp/qkv_test_mem_XXXXXX";
+    size_t n_bytes = 3 * qkv_page_bytes() + 100;
+    FILE *file = fdopen(mkstemp(path), "wb");
+    CHECK(file != NULL);
+    for (size_t i = 0; i < n_bytes; i++) {
+        (void)fputc((int)(i % 251), file);
+    }
+    CHECK_EQ_INT(fclose(file), 0);
+    CHECK_OK(qkv_map_open(&err, path, &map), err);
+    for (int pass = 0; pass < 2; pass++) {
+        for (size_t i = 0; i < n_bytes; i++) {
+            CHECK_EQ_INT(map.data[i], i % 251);
+        }
+        qkv_map_release(map.data + 7, n_bytes - 7);
+    }
+    qkv_map_close(&map);
+    CHECK_EQ_INT(unlink(path), 0);
+}
+
+static void test_folders(void)
+{
+    struct qkv_error err;
+    char **names = NULL;
+    char *joined = NULL;
+    size_t n = 0;
+    CHECK_ERROR(qkv_folder_list(&err, "/tmp/qkv_no_such_folder", &names, &n), err, QKV_ERR_IO,
+                "cannot be listed");
+    CHECK_OK(qkv_path_join(&err, "a", "b", &joined), err);
+    CHECK_EQ_STR(joined, "a/b");
+    free(joined);
+    CHECK_OK(qkv_path_join(&err, "/", "b", &joined), err);
+    CHECK_EQ_STR(joined, "/b");
+    free(joined);
+}
+
+CHECK_MAIN(test_sizes, test_calloc, test_grow, test_blocks, test_cursor, test_files, test_release,
+           test_folders)

@@ -237,6 +237,8 @@ static void test_gguf_file(void)
     struct qkv_weights *weights = NULL;
     new_folder();
     write_gguf("m.gguf", "t", 0, 0, 0);
+    write_text("README.md", "what else lies in a folder");
+    write_text("x-0000a-of-00002.txt", "");
     check_opens(folder, 1, 1);
     check_opens(in_folder("m.gguf"), 1, 1);
     CHECK_OK(qkv_weights_open(&err, folder, &weights), err);
@@ -245,6 +247,9 @@ static void test_gguf_file(void)
     qkv_weights_close(weights);
     write_gguf("n.gguf", "t", 0, 0, 0);
     check_refused(folder, QKV_ERR_CHECKPOINT, "more than one GGUF model (m.gguf, n.gguf)");
+    write_gguf("m-0000a-of-00002.gguf", "t", 0, 0, 0); /* the name of no part */
+    check_opens(in_folder("m-0000a-of-00002.gguf"), 1, 1);
+    check_refused(folder, QKV_ERR_CHECKPOINT, "more than one GGUF model");
     write_text("m.gguf", "GGUX");
     check_refused(in_folder("m.gguf"), QKV_ERR_CHECKPOINT, "/m.gguf: not a GGUF file");
     /* One part of one is a whole model, whatever its name. */
