@@ -79,13 +79,17 @@ static enum qkv_status read_heads(struct qkv_error *err, const struct qkv_source
 {
     QKV_TRY(need_int(err, source, KEY("num_attention_heads", "attention.head_count"), HEADS_MAX,
                      &out->n_heads));
-    out->n_kv_heads = defaults->n_kv_heads != 0 ? defaults->n_kv_heads : out->n_heads;
+    const bool has_default = source->gguf == NULL && defaults->n_kv_heads != 0;
+    out->n_kv_heads = has_default ? defaults->n_kv_heads : out->n_heads;
     QKV_TRY(qkv_source_int(err, source, KEY("num_key_value_heads", "attention.head_count_kv"), 1,
                            HEADS_MAX, &out->n_kv_heads));
     if (out->n_heads % out->n_kv_heads != 0) {
-        return qkv_fail(err, QKV_ERR_CHECKPOINT,
-                        "%d attention heads are not a multiple of %d key/value heads",
-                        (int)out->n_heads, (int)out->n_kv_heads);
+        const bool gguf = source->gguf != NULL;
+        return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: %s %d is not a multiple of %s %d",
+                        gguf ? source->gguf_arch : source->object_name,
+                        gguf ? "attention.head_count" : "num_attention_heads", (int)out->n_heads,
+                        gguf ? "attention.head_count_kv" : "num_key_value_heads",
+                        (int)out->n_kv_heads);
     }
     const struct qkv_key dim_key = KEY("head_dim", "attention.key_length");
     if (!qkv_source_has(source, dim_key)) {
@@ -130,12 +134,16 @@ enum qkv_status qkv_arch_sizes(struct qkv_error *err, const struct qkv_source *s
         need_int(err, source, KEY("intermediate_size", "feed_forward_length"), FFN_MAX, &out->ffn));
     QKV_TRY(read_vocab(err, source, out));
     QKV_TRY(read_heads(err, source, defaults, out));
+    const struct qkv_key positions = KEY("max_position_embeddings", "context_length");
+    const struct qkv_key eps = KEY("rms_norm_eps", "attention.layer_norm_rms_epsilon");
+    if (source->gguf != NULL) { /* GGUF has no defaults for these */
+        QKV_TRY(qkv_source_need(err, source, positions));
+        QKV_TRY(qkv_source_need(err, source, eps));
+    }
     out->max_positions = defaults->max_positions;
-    QKV_TRY(qkv_source_int(err, source, KEY("max_position_embeddings", "context_length"), 1,
-                           POSITIONS_MAX, &out->max_positions));
+    QKV_TRY(qkv_source_int(err, source, positions, 1, POSITIONS_MAX, &out->max_positions));
     out->norm_eps = 1e-6;
-    QKV_TRY(qkv_source_real(err, source, KEY("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
-                            1e-20, 1.0, &out->norm_eps));
+    QKV_TRY(qkv_source_real(err, source, eps, 1e-20, 1.0, &out->norm_eps));
     out->tied =
         source->gguf != NULL ? gguf_tensor(source, "output.weight") == NULL : defaults->tied;
     return qkv_source_bool(err, source, KEY("tie_word_embeddings", NULL), &out->tied);

@@ -97,6 +97,12 @@ static enum qkv_status read_eos(struct qkv_error *err, const struct qkv_json_nod
     return QKV_OK;
 }
 
+static const char *text_or(const struct qkv_json_node *object, const char *key)
+{
+    const struct qkv_json_node *node = qkv_json_find(object, key);
+    return node != NULL && node->type == QKV_JSON_STRING ? node->as.text : "not given";
+}
+
 /* Weights quantized by a tool are told by the config, before a tensor is looked at. */
 static enum qkv_status refuse_quantized(struct qkv_error *err, const struct qkv_json_node *root)
 {
@@ -106,11 +112,11 @@ static enum qkv_status refuse_quantized(struct qkv_error *err, const struct qkv_
         if (node == NULL || node->type == QKV_JSON_NULL) {
             continue;
         }
-        const struct qkv_json_node *method = qkv_json_find(node, "quant_method");
-        const bool named = method != NULL && method->type == QKV_JSON_STRING;
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "config.json: %s: quant_method \"%.64s\" is not supported", KEYS[i],
-                        named ? method->as.text : "(not named)");
+        return qkv_fail(
+            err, QKV_ERR_UNSUPPORTED,
+            "config.json: %s: quant_method %.64s, format %.64s: quantized safetensors are "
+            "not supported",
+            KEYS[i], text_or(node, "quant_method"), text_or(node, "format"));
     }
     return QKV_OK;
 }
