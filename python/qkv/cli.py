@@ -176,28 +176,34 @@ def _as_chat(rows: Iterable[Any]) -> Iterator[Any]:
             yield row
 
 
-def _prompts(args: argparse.Namespace) -> tuple[Iterable[Any], dict[int, str]]:
-    """Rows, and the right answers of those that have one."""
+def _prompts(
+    args: argparse.Namespace,
+) -> tuple[Iterable[Any], Sequence[tasks.Question], Sequence[str]]:
+    """Rows; the items of a data set; what was asked, where that is known beforehand (else the
+    prompt itself is shown, template and all)."""
     sources = [bool(args.prompts), args.input is not None, args.dataset is not None]
     if sum(sources) != 1:
         raise _Problem("give prompts, or --input FILE, or --dataset NAME (one of them)")
-    gold: dict[int, str] = {}
+    questions: Sequence[tasks.Question] = ()
+    asked: Sequence[str] = ()
     rows: Iterable[Any]
     if args.dataset is not None:
         questions = tasks.load(args.dataset)[: args.limit]
-        gold = {place: question.gold for place, question in enumerate(questions)}
+        asked = [question.question for question in questions]
         rows = [{"prompt": question.question, "key": question.key} for question in questions]
     elif args.input is not None:
         rows = _read_rows(args.input)
         if args.limit is not None:
             rows = (row for _, row in zip(range(args.limit), rows, strict=False))
     else:
-        rows = args.prompts[: args.limit]
-    return rows, gold
+        rows = asked = args.prompts[: args.limit]
+    return rows, questions, asked
 
 
-def _print_output(file: TextIO, output: RequestOutput, gold: str | None) -> None:
-    prompt = output.prompt if output.prompt is not None else list(output.prompt_token_ids)
+def _print_output(file: TextIO, output: RequestOutput, gold: str | None, asked: str | None) -> None:
+    prompt: Any = asked if asked is not None else output.prompt
+    if prompt is None:
+        prompt = output.prompt_token_ids.tolist()
     print(f"--- {output.index}" + (f" ({output.key})" if output.key else ""), file=file)
     print(f"{prompt}", file=file)
     if output.error is not None:
@@ -212,15 +218,25 @@ def _print_output(file: TextIO, output: RequestOutput, gold: str | None) -> None
 
 
 def _write_output(
-    file: TextIO, output: RequestOutput, gold: str | None, as_json: bool, arrays: bool
+    args: argparse.Namespace,
+    file: TextIO,
+    output: RequestOutput,
+    gold: str | None,
+    asked: str | None,
 ) -> None:
-    if not as_json:
-        _print_output(file, output, gold)
+    if not _writes_json(args):
+        _print_output(file, output, gold, asked)
         return
-    row = output.to_dict(arrays=arrays)
+    row = output.to_dict(arrays=args.arrays)
     if gold is not None:
         row["gold"] = gold
     print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+
+
+def _writes_json(args: argparse.Namespace) -> bool:
+    if args.json:
+        return True
+    return args.output is not None and args.output.endswith((".jsonl", ".json"))
 
 
 def _in_order(outputs: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
@@ -237,10 +253,9 @@ def _generate(args: argparse.Namespace) -> int:
     params = _sampling(args)
     if args.limit is not None and args.limit < 1:
         raise _Problem(f"--limit {args.limit}: must be at least 1")
-    rows, gold = _prompts(args)
+    rows, questions, asked = _prompts(args)
     to_file = args.output not in (None, "-")
-    as_json = args.json or (to_file and args.output.endswith((".jsonl", ".json")))
-    failed = tokens = 0
+    failed = 0
     with _open(args) as engine, _sink(args.output) as file:
         chat = args.chat
         if chat is None:
@@ -251,8 +266,9 @@ def _generate(args: argparse.Namespace) -> int:
         # Into a file rows go as they finish, so that an end of any kind loses none of them.
         for output in outputs if to_file else _in_order(outputs):
             failed += output.error is not None
-            tokens += output.metrics.output_tokens
-            _write_output(file, output, gold.get(output.index), as_json, args.arrays)
+            place = output.index
+            gold = questions[place].gold if questions else None
+            _write_output(args, file, output, gold, asked[place] if asked else None)
     if failed:
         print(f"qkv: {failed} rows have an error (in their output)", file=sys.stderr)
     return 1 if failed else 0

@@ -95,8 +95,10 @@ class Engine:
             "max_running", options.DEFAULT_MAX_RUNNING if max_running is None else max_running, 1
         )
         options.integer("chunk_tokens", chunk_tokens, 1)
-        max_model_len = options.integer("max_model_len", max_model_len or 0, 0)
-        threads = options.integer("threads", threads or 0, 0, 4096)
+        if max_model_len is not None:
+            options.integer("max_model_len", max_model_len, 1)
+        if threads is not None:
+            options.integer("threads", threads, 1, 4096)
         own = None if tokenizer is None else from_user(tokenizer)
 
         self._path = models.resolve(model)
@@ -133,12 +135,12 @@ class Engine:
             self._path,
             kv_formats=[lane.layers for lane in self._lanes],
             kv_tokens=self._kv_tokens,
-            threads=threads,
+            threads=threads or 0,
             compute_dtype="float32" if compute_dtype == "float32" else "bf16",
             device=device,
             max_running=self._max_running,
             chunk_tokens=chunk_tokens,
-            max_model_len=max_model_len,
+            max_model_len=max_model_len or 0,
             prefix_cache=prefix_cache,
             offline=schedule == "offline",
             log=_write_log,

@@ -108,6 +108,14 @@ def token_array(given: Any, vocab: int) -> NDArray[np.int32]:
     if array.size == 0:
         raise ValueError("the prompt is empty")
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        if isinstance(given, (list, tuple)):
+            for place, entry in enumerate(given):
+                in_range = isinstance(entry, (int, np.integer)) and 0 <= entry < vocab
+                if not in_range or isinstance(entry, bool):
+                    raise ValueError(
+                        f"token id {entry!r:.40} at position {place}: an integer below the "
+                        f"vocabulary's {vocab} is needed"
+                    )
         raise ValueError(f"token ids must be a list of integers, not {array.dtype} {array.shape}")
     wrong = np.flatnonzero((array < 0) | (array >= vocab))
     if wrong.size:
