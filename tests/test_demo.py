@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import zipfile
 from pathlib import Path
 
@@ -79,3 +80,16 @@ def test_answers(demo_model: Path) -> None:
         # The template wrote the special tokens; the text that comes back has none.
         assert answer.prompt_token_ids[0] == engine.tokenizer.token_id("<|im_start|>")
         assert "<|im_" not in answer.text
+
+
+def test_quickstart_notebook(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells run from top to bottom; it is kept without outputs."""
+    monkeypatch.setenv("QKV_CACHE", str(demo_model.parent))
+    path = Path(__file__).resolve().parents[1] / "notebooks/01_quickstart.ipynb"
+    cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    assert len(cells) > 5
+    names: dict[str, object] = {}
+    for place, cell in enumerate(cells):
+        assert cell["outputs"] == [] and cell["execution_count"] is None
+        exec(compile("".join(cell["source"]), f"cell {place}", "exec"), names)
+    assert names["answers"][0].scores["paris"]  # type: ignore[index]

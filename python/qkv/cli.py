@@ -260,8 +260,11 @@ def _generate(args: argparse.Namespace) -> int:
         chat = args.chat
         if chat is None:
             chat = args.dataset is not None and engine.tokenizer.has_chat_template
+        if chat:
+            # Kept as a list where it is one: the progress bar then knows how many there are.
+            rows = list(_as_chat(rows)) if isinstance(rows, list) else _as_chat(rows)
         outputs: Iterable[RequestOutput] = engine.stream(
-            _as_chat(rows) if chat else rows, params, progress=not args.no_progress
+            rows, params, progress=not args.no_progress
         )
         # Into a file rows go as they finish, so that an end of any kind loses none of them.
         for output in outputs if to_file else _in_order(outputs):
