@@ -261,7 +261,6 @@ static void retract(struct qkv_scheduler *scheduler, struct qkv_seq *seq)
 {
     struct qkv_lane *lane = qkv_lane_of(scheduler, seq);
     lane->n_wanted -= qkv_pages_for(seq->n_tokens) - seq->n_pages;
-    lane->n_growth -= growth_of(seq);
     stop_running(scheduler, seq);
     seq->state = QKV_SEQ_WAITING;
     seq->n_retractions++;
@@ -283,7 +282,6 @@ static enum qkv_status count_wants(struct qkv_error *err, struct qkv_scheduler *
         }
         int32_t n_pages = qkv_pages_for(seq->n_tokens);
         qkv_lane_of(scheduler, seq)->n_wanted += n_pages - seq->n_pages;
-        qkv_lane_of(scheduler, seq)->n_growth += growth_of(seq);
         QKV_TRY(reserve_pages(err, seq, n_pages));
     }
     return QKV_OK;
@@ -292,9 +290,9 @@ static enum qkv_status count_wants(struct qkv_error *err, struct qkv_scheduler *
 /* Every running sequence gets the pages for its tokens, or fewer sequences run on.
  *
  * This cannot go round in circles: admission gives a sequence all the pages of its tokens, so that
- * only an appended token makes it want one. Between two retractions in a lane a token was appended
- * there, and there is a last token. And the last sequence of a lane is never in want: all pages but
- * its own are free or evictable, and qkv_scheduler_add has seen that its own suffice. */
+ * only an appended token makes it want one. Between two plans that retract in a lane a token was
+ * appended there, and there is a last token. And the last sequence of a lane is never in want: all
+ * pages but its own are free or evictable, and qkv_scheduler_add has seen that its own suffice. */
 static enum qkv_status serve_running(struct qkv_error *err, struct qkv_scheduler *scheduler)
 {
     for (int32_t i = 0; i < scheduler->options.n_lanes; i++) {
@@ -310,7 +308,9 @@ static enum qkv_status serve_running(struct qkv_error *err, struct qkv_scheduler
         }
     }
     for (struct qkv_seq *seq = scheduler->first_running; seq != NULL; seq = seq->next) {
-        take_pages(qkv_lane_of(scheduler, seq), seq, qkv_pages_for(seq->n_tokens));
+        struct qkv_lane *lane = qkv_lane_of(scheduler, seq);
+        take_pages(lane, seq, qkv_pages_for(seq->n_tokens));
+        lane->n_growth += growth_of(seq);
     }
     return QKV_OK;
 }
@@ -421,10 +421,9 @@ static enum qkv_status try_admit(struct qkv_error *err, struct qkv_scheduler *sc
             return QKV_OK;
         }
     }
-    int64_t n_needed = n_pages - match.n_pages;
-    if (lane->n_running > 0) {
-        n_needed += lane->n_growth + growth_of(seq);
-    }
+    /* Alone in its lane a sequence always fits: nothing is promised, every page is free or
+     * evictable, and n_needed is at most what qkv_scheduler_add has checked. */
+    int64_t n_needed = n_pages - match.n_pages + lane->n_growth + growth_of(seq);
     if (n_needed > available_pages(lane) - match.n_evictable) {
         *verdict = WAITS_FOR_PAGES;
         return QKV_OK;

@@ -3,8 +3,8 @@
  *
  *     bench_scheduler [MAX_REQUESTS]      1,000 to 1,000,000 by default; needs about 400 MB
  *
- * add_ns and first_ns are per request, too: queueing, and the first plan, which sorts. Times are the
- * process's own, so a busy machine disturbs them little. */
+ * add_ns and first_ns are per request, too: queueing, and the first plan, which sorts. Times are
+ * the process's own, so a busy machine disturbs them little. */
 #define _POSIX_C_SOURCE 199309L /* clock_gettime */
 #include <stdio.h>
 #include <stdlib.h>

@@ -580,6 +580,30 @@ static void test_orders(void)
     }
 }
 
+/* The next set begins in the same step if there is room. */
+static void test_sets(void)
+{
+    struct qkv_scheduler_options options = roomy;
+    options.chunk_tokens = 16;
+    struct sim *sim = sim_create(options);
+    int32_t tokens[16];
+    fill(tokens, 16, 5);
+    (void)sim_add(sim, tokens, 16, 5, 0);
+    fill(tokens, 16, 500);
+    struct qkv_seq *second = sim_add(sim, tokens, 8, 5, 0);
+    (void)sim_step(sim);
+    fill(tokens, 16, 1);
+    struct qkv_seq *arrival = sim_add(sim, tokens, 4, 5, 0);
+    struct qkv_step step;
+    plan(sim, &step);
+    CHECK_EQ_INT(step.n_slices, 3);
+    CHECK(step.slices[1].seq == second);
+    CHECK(step.slices[2].seq == arrival);
+    run(sim, &step);
+    (void)sim_drain(sim, 10);
+    sim_destroy(sim);
+}
+
 /* Siblings wait for the prefix that the first of them computes; a stranger behind them does not. */
 static void test_waits_for_prefix(void)
 {
@@ -735,10 +759,18 @@ static void test_cheapest_is_retracted(void)
     CHECK_EQ_INT(seqs[2]->n_pages, 0);
     CHECK_EQ_INT(seqs[0]->n_tokens, 48 + 66);
     CHECK_EQ_INT(seqs[1]->n_tokens, 16 + 66);
-    while (seqs[2]->state == QKV_SEQ_WAITING) {
-        CHECK_EQ_INT(seqs[3]->state, QKV_SEQ_WAITING); /* it was added first, but not retracted */
-        (void)sim_step(sim);
-    }
+    struct qkv_step step;
+    int32_t n_at = 0; /* slices of the step in which it comes back */
+    do {
+        CHECK_EQ_INT(seqs[3]->state, QKV_SEQ_WAITING); /* has waited longer, but not in front */
+        n_at = 0;
+        plan(sim, &step);
+        while (n_at < step.n_slices && step.slices[n_at].seq != seqs[2]) {
+            CHECK(step.slices[n_at].seq != seqs[3]);
+            n_at++;
+        }
+        run(sim, &step);
+    } while (n_at == step.n_slices);
     CHECK_EQ_INT(seqs[2]->n_first_cached, 0);
     int64_t n_reused = sim_counts(sim).n_reused_tokens;
     (void)sim_drain(sim, 1000);
@@ -775,6 +807,26 @@ static void test_shared_positions_cost_nothing(void)
     }
     CHECK(seqs[1]->n_shared_pages >= 3);
     (void)sim_drain(sim, 1000);
+    sim_destroy(sim);
+}
+
+/* Twins hold the same pages and both want one where one is left. The later one goes and gives none
+ * back, but it does not want one any more. */
+static void test_victim_without_pages(void)
+{
+    struct qkv_scheduler_options options = roomy;
+    options.n_pages = 10;
+    options.offline = false;
+    struct sim *sim = sim_create(options);
+    int32_t tokens[16];
+    fill(tokens, 16, 1);
+    struct qkv_seq *a = sim_add(sim, tokens, 16, 140, 0);
+    struct qkv_seq *b = sim_add(sim, tokens, 16, 140, 0);
+    step_until_retraction(sim, a, 144 - 16 + 1);
+    CHECK_EQ_INT(b->n_retractions, 1);
+    CHECK_EQ_INT(b->n_tokens, 145);
+    CHECK_EQ_INT(a->n_tokens, 146);
+    (void)sim_drain(sim, 100);
     sim_destroy(sim);
 }
 
@@ -996,8 +1048,9 @@ static void test_same_again(void)
 }
 
 CHECK_MAIN(test_one_request, test_wrong_calls, test_append_and_plan, test_reuse, test_twins,
-           test_no_prefix_cache, test_rows_of_a_step, test_max_running, test_orders,
+           test_no_prefix_cache, test_rows_of_a_step, test_max_running, test_orders, test_sets,
            test_waits_for_prefix, test_waiting_keeps_its_claim, test_no_cliff,
-           test_cheapest_is_retracted, test_shared_positions_cost_nothing, test_growth_is_kept_back,
-           test_room_for_one, test_cancel, test_finish_in_any_state, test_lanes,
-           test_destroy_while_running, test_random_ops, test_same_again)
+           test_cheapest_is_retracted, test_shared_positions_cost_nothing,
+           test_victim_without_pages, test_growth_is_kept_back, test_room_for_one, test_cancel,
+           test_finish_in_any_state, test_lanes, test_destroy_while_running, test_random_ops,
+           test_same_again)
