@@ -228,7 +228,7 @@ static void check_report(struct machine *m, const float *x, int32_t n)
             CHECK_EQ_INT(r.top_id[i], i < n ? ids[i] : -1);
             if (i >= n) {
                 CHECK(r.top_logprob[i] == -INFINITY);
-            } else if (i < 8) {
+            } else if (i < 3) {
                 logprob = reference_logprob(x, n, ids[i]);
                 CHECK(fabs((double)r.top_logprob[i] - logprob) <= 1e-6 * fabs(logprob));
             }
@@ -367,7 +367,7 @@ static void test_filters(void)
     static const int32_t TOP_KS[] = {0, 1, 5, 40, 100000};
     static const float TOP_PS[] = {1.0f, 0.9f, 0.5f, 0.01f};
     static const float MIN_PS[] = {0.0f, 0.1f, 1.0f};
-    static const int32_t SIZES[] = {1, 3, 300, 3000};
+    static const int32_t SIZES[] = {1, 3, 300, 2000};
     struct machine m = machine_open(NULL, 1);
     struct qkv_sample_row row = PLAIN;
     for (int i = 0; i < 3 * 5 * 4 * 3 * 4; i++) {
@@ -377,11 +377,11 @@ static void test_filters(void)
         row.top_p = TOP_PS[i / 60 % 4];
         row.min_p = MIN_PS[i / 240];
         float *x = random_logits(n, 2.0f, (uint64_t)i);
-        check_draws(&m, x, n, row, 6);
+        check_draws(&m, x, n, row, 2);
         for (int32_t j = 0; j < n; j++) {
             x[j] = roundf(x[j]); /* many ties, zeros of both signs among them */
         }
-        check_draws(&m, x, n, row, 6);
+        check_draws(&m, x, n, row, 2);
         free(x);
     }
     m.be->close(m.dev);
@@ -426,11 +426,11 @@ static void test_large_vocabulary(void)
         struct machine m = machine_open(isa->name, 1);
         struct qkv_sample_row row = PLAIN;
         row.temperature = 1.0f;
-        check_draws(&m, x, N, row, 8);
+        check_draws(&m, x, N, row, 2);
         row.top_p = 0.95f;
-        check_draws(&m, x, N, row, 8);
+        check_draws(&m, x, N, row, 2);
         row.top_k = 1000;
-        check_draws(&m, x, N, row, 8);
+        check_draws(&m, x, N, row, 2);
         m.be->close(m.dev);
     }
     free(x);
