@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_runs import difference, open_engine
 from numpy.typing import NDArray
 
+from core_runs import difference, open_engine
 from qkv import _core
 
 EOS = 508  # of the tiny models
@@ -353,10 +353,11 @@ def test_two_engines(path: Path, tiny: Callable[..., Path]) -> None:
     b.close()
 
 
-def test_one_thread_at_a_time(path: Path) -> None:
+def test_one_thread_at_a_time(tiny: Callable[..., Path]) -> None:
     """A second thread gets an error at once; it is not let in and it does not wait. That it runs at
     all meanwhile shows that a step is without the GIL."""
-    engine = open_engine(path, kv_tokens=2048, threads=1, isa="scalar", chunk_tokens=1024)
+    path = tiny("llama", num_hidden_layers=16)
+    engine = open_engine(path, kv_tokens=2048, threads=1, chunk_tokens=1024)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 500, 1000, dtype=np.int32) for _ in range(2)]
     for prompt in prompts:

@@ -25,7 +25,6 @@ static struct qkv_engine_options default_options(const char *folder)
     return (struct qkv_engine_options){
         .path = folder,
         .device = "cpu",
-        .isa = "scalar",
         .n_threads = 1,
         .n_lanes = 1,
         .n_layers = TINY_LAYERS,
