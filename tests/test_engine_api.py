@@ -269,6 +269,15 @@ def test_stream_takes_an_endless_input(engine: qkv.Engine) -> None:
     assert not engine._seqs
 
 
+def test_engine_closed_under_a_stream(tiny: Callable[..., Path]) -> None:
+    engine = qkv.Engine(tiny("llama"), threads=1, kv_tokens=512)
+    stream = engine.stream(([1, 2, i % 100] for i in itertools.count()), GREEDY)
+    assert next(stream).error is None
+    engine.close()
+    with pytest.raises(qkv.Error, match="closed"):
+        list(stream)
+
+
 def test_two_streams_at_once(engine: qkv.Engine) -> None:
     prompts = [[[1, 2, i] for i in range(20)], [[3, 4, i] for i in range(20)]]
     expected = [generate(engine, rows) for rows in prompts]
@@ -380,6 +389,8 @@ def test_score_of_a_prompt(engine: qkv.Engine) -> None:
 def test_score_of_text_is_tokenized_as_a_whole(engine: qkv.Engine) -> None:
     encode = engine.tokenizer.encode
     scores = engine.score(["The quick ", "The quick"], ["brown fox", " brown fox"], progress=False)
+    line = engine.score(["The quick\n"], ["fox"], progress=False)[0]
+    assert engine.tokenizer.decode_output(line.token_ids) == "\nfox"
     whole = encode("The quick brown fox")
     for score in scores:
         assert score.token_ids.tolist() == whole[len(encode("The quick")) :]

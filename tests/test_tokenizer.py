@@ -13,7 +13,7 @@ import pytest
 
 import qkv
 from qkv import vocab
-from qkv.tokenizer import Tokenizer, from_user
+from qkv.tokenizer import BYTES, Tokenizer, from_user
 
 DATA = Path(__file__).parent / "data"
 
@@ -124,6 +124,49 @@ def test_gguf_vocabulary_is_the_folder_one(fixtures_dir: Path, folder: str, pre:
         check_incremental(ours, ids)
     messages = [{"role": "user", "content": "Hi"}]
     assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("name", sorted(vocab.PRE_TOKENIZERS))
+def test_every_pre_tokenizer_keeps_all_of_a_text(name: str) -> None:
+    letters = [char for char, _ in sorted(BYTES.items(), key=lambda entry: entry[1])]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.tokens": [*letters, "<eot>"],
+        "tokenizer.ggml.token_type": [vocab.NORMAL] * 256 + [vocab.CONTROL],
+        "tokenizer.ggml.bos_token_id": 256,
+    }
+    tokenizer = Tokenizer.from_gguf(metadata)
+    for text in [*TEXTS, "f(x)=[1234,5]\r\n\n  'tis the DON'T-case\u3042\u30a2 \uac00 $+<=>^~|`"]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert bytes(ids).decode() == text
+        assert tokenizer.decode(ids) == text
+
+
+def pre_tokenized(name: str, text: str) -> list[str]:
+    tokens = [char for char, _ in sorted(BYTES.items(), key=lambda entry: entry[1])]
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name}
+    tokenizer = vocab.from_gguf(metadata | {"tokenizer.ggml.tokens": tokens}).tokenizer
+    assert tokenizer.pre_tokenizer is not None
+    pieces = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    return [text[start:end] for _, (start, end) in pieces]
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("gpt-2", ["Don", "'t", " pay", " 12345", " $", " --", "  ", " now"]),
+        ("llama-bpe", ["Don", "'t", " pay", " ", "123", "45", " $", " --", "  ", " now"]),
+        ("qwen2", ["Don", "'t", " pay", " ", *"12345", " $", " --", "  ", " now"]),
+        ("smollm", ["Don", "'t", " pay", " ", *"12345", " $", " --", "  ", " now"]),
+        ("gpt-4o", ["Don't", " pay", " ", "123", "45", " $", " --", "  ", " now"]),
+        ("tekken", ["Don", "'t", " pay", " ", *"12345", " $", " --", "  ", " now"]),
+        ("deepseek-v3", ["Don", "'t", " pay", " ", "123", "45", " $", " --", "  ", " now"]),
+    ],
+)
+def test_pre_tokenizers(name: str, pieces: list[str]) -> None:
+    """Written out by hand from the patterns."""
+    assert pre_tokenized(name, "".join(pieces)) == pieces
 
 
 def test_real_gguf_of_a_fixture(fixtures_dir: Path) -> None:

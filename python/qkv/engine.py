@@ -273,9 +273,9 @@ class Engine:
         """Log-probabilities of given tokens, without generating: of each prompt's own tokens from
         the second on, or of its continuation (one for each prompt).
 
-        Two strings are tokenized together, as lm-evaluation-harness does: spaces at the end of the
-        prompt go to the continuation, and the continuation's tokens are those of the whole text
-        past as many as the prompt alone has. Never holds more than a few rows of the vocabulary.
+        Two strings are tokenized together, as lm-evaluation-harness does: white space at the end of
+        the prompt goes to the continuation, whose tokens are those of the whole text past as many
+        as the prompt alone has. BOS is added as in generate(). Never holds more than a few rows of the vocabulary.
         `top`: so many alternatives for each token."""
         options.integer("top", top, 0, 256)
         rows = run.as_rows(prompts)
@@ -330,7 +330,7 @@ class Engine:
     def _pair_item(self, item: Item, pair: tuple[Any, Any]) -> None:
         prompt, continuation = pair
         if isinstance(prompt, str) and isinstance(continuation, str):
-            kept = prompt.rstrip(" ")
+            kept = prompt.rstrip()
             continuation = prompt[len(kept) :] + continuation
             item.text = kept + continuation
             ids = self.tokenizer.encode(item.text)

@@ -312,8 +312,9 @@ class Run:
 
     def _drop(self, row: Row) -> None:
         for number in row.open:
-            self._engine._seqs.pop(number, None)
-            self._engine._core.abort(number)
+            # Not there any more if the engine was closed meanwhile.
+            if self._engine._seqs.pop(number, None) is not None:
+                self._engine._core.abort(number)
         row.open.clear()
         self._rows.discard(row)
 

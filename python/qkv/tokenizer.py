@@ -18,6 +18,8 @@ from ._core import CheckpointError, Error
 # Of these classes transformers adds BOS by add_bos_token, whatever tokenizer.json's own
 # post-processor says (transformers 4 and 5, LlamaTokenizer and its relatives).
 _FLAG_DECIDES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
+# A character has at most four bytes: what has not become one after so many tokens never will.
+_LONGEST_WAIT = 8
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -30,7 +32,7 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
 
-_BYTES = _byte_alphabet()
+BYTES = _byte_alphabet()
 
 
 def check_text(text: str) -> None:
@@ -84,7 +86,8 @@ class _TextDecoder:
     def push(self, token: int) -> str:
         self._window.append(token)
         text = self._new_text()
-        if not text or text.endswith("\ufffd"):
+        waiting = len(self._window) - self._given
+        if not text or (text.endswith("\ufffd") and waiting < _LONGEST_WAIT):
             return ""
         self._window = self._window[self._given :]
         self._given = len(self._window)
@@ -131,7 +134,7 @@ class Tokenizer:
         if kinds == ["ByteLevel"]:
             return "byte"
         spm = ["Replace", "ByteFallback", "Fuse"]
-        if kinds in (spm, [*spm, "Strip"]) and steps[0]["content"] == " ":
+        if kinds in (spm, [*spm, "Strip"]) and _is_space_symbol(steps[0]):
             if kinds[-1] == "Strip":
                 strip = steps[-1]
                 self._strip = True
@@ -320,9 +323,13 @@ def _decoder_state(backend: tokenizers.Tokenizer) -> dict[str, Any]:
     return state
 
 
+def _is_space_symbol(step: Mapping[str, Any]) -> bool:
+    return bool(step["content"] == " " and step["pattern"] == {"String": "▁"})
+
+
 def _byte_level_bytes(token: str) -> bytes:
     try:
-        return bytes(_BYTES[char] for char in token)
+        return bytes(BYTES[char] for char in token)
     except KeyError:
         return token.encode("utf-8", "replace")
 

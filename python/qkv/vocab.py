@@ -71,7 +71,7 @@ _PRES: dict[str, _Pre] = {
     "smollm": _DIGITS_GPT2,
     "dbrx": _Pre((_LLAMA3,)),
     "tekken": _Pre((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "gpt-4o": _Pre((_GPT4O,), ignore_merges=True),
+    "gpt-4o": _Pre((_GPT4O,)),
     "deepseek-v3": _Pre((r"\p{N}{1,3}", _CJK, _DEEPSEEK3)),
     "deepseek-coder": _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_OLD, r"\p{N}")),
     "falcon": _Pre((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
@@ -127,7 +127,11 @@ def from_gguf(metadata: Mapping[str, Any]) -> GgufVocab:
     if model in (None, "none") or tokens is None:
         raise CheckpointError("the GGUF file holds no vocabulary (tokenizer.ggml.tokens)")
     tokens = [str(token) for token in tokens]
-    types = _list_key(metadata, "token_type", len(tokens)) or [NORMAL] * len(tokens)
+    types = list(_list_key(metadata, "token_type", len(tokens)) or ())
+    ids = _special_ids(metadata, len(tokens))
+    if not types:
+        # Without types only the tokens that the file names are known to be special.
+        types = [CONTROL if place in ids.values() else NORMAL for place in range(len(tokens))]
     if model == "gpt2":
         tokenizer, add_bos = _byte_bpe(metadata, tokens)
     elif model == "llama":
@@ -136,14 +140,17 @@ def from_gguf(metadata: Mapping[str, Any]) -> GgufVocab:
         raise UnsupportedError(
             f"tokenizer.ggml.model {model!r} is not known; known: gpt2 (BPE), llama (SentencePiece)"
         )
+    _add_tokens(tokenizer, tokens, types, model == "llama")
+    _add_template(metadata, tokenizer, tokens, ids, add_bos)
+    template = metadata.get("tokenizer.chat_template")
+    return GgufVocab(tokenizer, tokens, ids, str(template) if template else None)
+
+
+def _special_ids(metadata: Mapping[str, Any], count: int) -> dict[str, int]:
     names = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id"}
     names["pad"] = "padding_token_id"
-    ids = {short: _integer_key(metadata, name, len(tokens)) for short, name in names.items()}
-    special_ids = {short: value for short, value in ids.items() if value is not None}
-    _add_tokens(tokenizer, tokens, types, model == "llama", set(special_ids.values()))
-    _add_template(metadata, tokenizer, tokens, special_ids, add_bos)
-    template = metadata.get("tokenizer.chat_template")
-    return GgufVocab(tokenizer, tokens, special_ids, str(template) if template else None)
+    ids = {short: _integer_key(metadata, name, count) for short, name in names.items()}
+    return {short: value for short, value in ids.items() if value is not None}
 
 
 def _byte_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
@@ -233,17 +240,13 @@ def _merges(
 
 
 def _add_tokens(
-    tokenizer: Tokenizer,
-    tokens: list[str],
-    types: Sequence[int],
-    sentencepiece: bool,
-    named: set[int],
+    tokenizer: Tokenizer, tokens: list[str], types: Sequence[int], sentencepiece: bool
 ) -> None:
     """Control tokens are special; user-defined ones are found in text before anything else. A
     SentencePiece one may hold the space symbol and is then looked for in the normalized text."""
     added = []
-    for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        special = kind in (CONTROL, UNKNOWN) or (index in named and kind != NORMAL)
+    for token, kind in zip(tokens, types, strict=True):
+        special = kind in (CONTROL, UNKNOWN)
         if special or kind == USER_DEFINED:
             normalized = sentencepiece and not special and "▁" in token
             added.append(AddedToken(token, special=special, normalized=normalized))
@@ -259,7 +262,8 @@ def _add_template(
 ) -> None:
     single: list[str] = ["$A"]
     for name, default, place in (("bos", add_bos, 0), ("eos", False, 2)):
-        if not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+        flag = metadata.get(f"tokenizer.ggml.add_{name}_token")
+        if not (name in ids and default if flag is None else flag):
             continue
         if name not in ids:
             raise CheckpointError(f"tokenizer.ggml.add_{name}_token is set but there is no {name}")
