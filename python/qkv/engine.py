@@ -275,8 +275,8 @@ class Engine:
 
         Two strings are tokenized together, as lm-evaluation-harness does: white space at the end of
         the prompt goes to the continuation, whose tokens are those of the whole text past as many
-        as the prompt alone has. BOS is added as in generate(). Never holds more than a few rows of the vocabulary.
-        `top`: so many alternatives for each token."""
+        as the prompt alone has. BOS is added as in generate(). `top`: so many alternatives
+        for each token. Never holds more than a few rows of the vocabulary."""
         options.integer("top", top, 0, 256)
         rows = run.as_rows(prompts)
         if continuations is not None:
