@@ -82,7 +82,11 @@ def difference(a: _core.Result, b: _core.Result) -> str:
 
 def mixed_requests(n: int, vocab: int, seed: int, *, longest: int = 100) -> list[Request]:
     """Requests that share prefixes in part (none, inside a page, pages, nearly all), greedy and
-    sampled, some with penalties, alternatives or log-probabilities of the prompt."""
+    sampled, some with penalties, alternatives or log-probabilities of the prompt.
+
+    The scheduler keeps room for 64 tokens of growth, so only longer outputs run it out of pages:
+    the first four requests have short prompts, which follow each other in every order that sorts
+    by tokens, and 80 to 95 tokens of output. Two of them want more than 192 tokens of cache."""
     rng = np.random.default_rng(seed)
     stems = [rng.integers(0, vocab, longest, dtype=np.int32) for _ in range(max(n // 8, 1))]
     out = []
@@ -92,6 +96,9 @@ def mixed_requests(n: int, vocab: int, seed: int, *, longest: int = 100) -> list
         own = rng.integers(0, vocab, min(n_own, 40), dtype=np.int32)
         tokens = np.concatenate([stems[(i // 2) % len(stems)][:n_shared], own]).astype(np.int32)
         options: dict[str, Any] = {"max_tokens": int(rng.integers(1, 21)), "ignore_eos": i % 3 != 0}
+        if i < 4:
+            tokens = np.concatenate([[0], rng.integers(0, vocab, 16 + i)]).astype(np.int32)
+            options = {"max_tokens": 80 + 5 * i, "ignore_eos": True}
         if i % 2:
             options |= {"temperature": 0.9, "seed": 1000 + i, "top_p": 0.9, "top_k": 40}
         else:
