@@ -87,7 +87,7 @@ static inline void tiny_write_weights(const char *folder, int vocab)
         (void)snprintf(shape, sizeof shape, tensors[i].cols > 0 ? "%d,%d" : "%d", tensors[i].rows,
                        tensors[i].cols);
         (void)snprintf(entry, sizeof entry,
-                       "%s\"%s\":{\"dtype\":\"F32\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}",
+                       "%s\"%.63s\":{\"dtype\":\"F32\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}",
                        i > 0 ? "," : "", tensors[i].name, shape, at, at + n_bytes);
         strcat(header, entry);
         at += n_bytes;
