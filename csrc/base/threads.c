@@ -1,8 +1,8 @@
 /* Fork and join by counters: a thread that waits spins for some microseconds, then sleeps on a
  * condition variable. A run costs two counters when everyone is awake.
  *
- * A gate is a counter that one side raises and the other waits on. The waiter registers itself, then
- * looks at the counter once more; the raiser raises, then looks for registered waiters: in a
+ * A gate is a counter that one side raises and the other waits on. The waiter registers itself,
+ * then looks at the counter once more; the raiser raises, then looks for registered waiters: in a
  * sequentially consistent order one of them sees the other, so that no wake-up is lost. */
 #include "base/threads.h"
 
@@ -56,7 +56,7 @@ struct qkv_threads {
     qkv_task task;
     void *ctx;
     size_t n_items;
-    size_t grain; /* 0: every thread once */
+    size_t grain;           /* 0: every thread once */
     struct worker *workers; /* [n_threads - 1] */
 };
 

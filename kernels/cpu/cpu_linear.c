@@ -1,4 +1,5 @@
-/* linear, embed, norm_add: cut into parts for threads here, computed by the instruction set's table. */
+/* linear, embed, norm_add: cut into parts for threads here, computed by the instruction set's
+ * table. */
 #include <stdbool.h>
 #include <string.h>
 
@@ -15,7 +16,8 @@ static const struct qkv_cpu_gemm_ops *gemm_ops(const struct qkv_device *dev)
 }
 
 static enum qkv_status check_floats(struct qkv_error *err, const char *op, const char *what,
-                                    const struct qkv_buffer *buffer, uint64_t rows, uint64_t columns)
+                                    const struct qkv_buffer *buffer, uint64_t rows,
+                                    uint64_t columns)
 {
     uint64_t n = 0;
     if (buffer == NULL || !qkv_mul_size(rows, columns, &n) || n > buffer->n_bytes / sizeof(float)) {
@@ -49,8 +51,8 @@ static size_t part(size_t n, int n_threads, int t)
            n % (size_t)n_threads * (size_t)t / (size_t)n_threads;
 }
 
-/* Items are blocks of K of rows, so that one row of a decode step is packed by all threads. The norm
- * of a row is computed by each thread that needs it: cheaper than waiting for another's. */
+/* Items are blocks of K of rows, so that one row of a decode step is packed by all threads. The
+ * norm of a row is computed by each thread that needs it: cheaper than waiting for another's. */
 static void pack_part(const struct linear_task *task, size_t begin, size_t end)
 {
     const struct qkv_cpu_pack *pack = &task->pack;
@@ -60,8 +62,8 @@ static void pack_part(const struct linear_task *task, size_t begin, size_t end)
         int32_t row = (int32_t)(i / (size_t)task->k_blocks);
         if (pack->prologue == QKV_PROLOGUE_RMSNORM && row != row_done) {
             size_t source = pack->row_index != NULL ? (size_t)pack->row_index[row] : (size_t)row;
-            scale = task->ops->norm_scale(pack->x + source * pack->x_stride, pack->k,
-                                          task->norm_eps);
+            scale =
+                task->ops->norm_scale(pack->x + source * pack->x_stride, pack->k, task->norm_eps);
             row_done = row;
         }
         task->ops->pack(pack, row, (int32_t)(i % (size_t)task->k_blocks), scale);
@@ -98,8 +100,8 @@ static void linear_thread(void *ctx, size_t begin, size_t end, int thread)
 static enum qkv_status check_linear(struct qkv_error *err, const struct qkv_linear *args)
 {
     if (args->n_rows < 1 || args->n_weights < 1 || args->n_weights > QKV_WEIGHTS_MAX) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "linear: %d rows, %d weights (1 to %d)", args->n_rows,
-                        args->n_weights, QKV_WEIGHTS_MAX);
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "linear: %d rows, %d weights (1 to %d)",
+                        args->n_rows, args->n_weights, QKV_WEIGHTS_MAX);
     }
     int32_t k = args->weight[0]->k_in;
     uint64_t n_out = 0;
@@ -130,7 +132,8 @@ static enum qkv_status check_linear(struct qkv_error *err, const struct qkv_line
     return check_floats(err, "linear", "y", args->y, (uint64_t)args->n_rows, n_out);
 }
 
-/* The place of the sums over `group` in task->pack; scratch for new ones is taken from *free_floats. */
+/* The place of the sums over `group` in task->pack; scratch for new ones is taken from
+ * *free_floats. */
 static const float *sums_of(struct linear_task *task, int32_t group, float **free_floats)
 {
     struct qkv_cpu_pack *pack = &task->pack;

@@ -224,8 +224,8 @@ static enum qkv_status check_desc(struct qkv_error *err, const struct qkv_weight
     const char *name = desc->name != NULL ? desc->name : "weight";
     const struct qkv_format_traits *traits = qkv_format_traits(desc->format);
     if (traits->code == QKV_CODE_NONE) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "%s: format %s is not one this build computes with",
-                        name, traits->name);
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "%s: format %s is not one this build computes with", name, traits->name);
     }
     if (desc->n_out < 1 || desc->n_out > INT32_MAX - QKV_PANEL || desc->k_in < 1 ||
         desc->k_in > INT32_MAX - QKV_K_BLOCK) {
@@ -233,8 +233,9 @@ static enum qkv_status check_desc(struct qkv_error *err, const struct qkv_weight
                         name, (long long)desc->n_out, (long long)desc->k_in);
     }
     if (desc->k_in % traits->block_elems != 0) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: rows of %lld elements, %s needs a multiple of %d",
-                        name, (long long)desc->k_in, traits->name, traits->block_elems);
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "%s: rows of %lld elements, %s needs a multiple of %d", name,
+                        (long long)desc->k_in, traits->name, traits->block_elems);
     }
     for (int64_t i = 0; desc->row_index != NULL && i < desc->n_out; i++) {
         if (desc->row_index[i] < 0 || desc->row_index[i] >= desc->n_out) {
@@ -325,7 +326,8 @@ static float get_scale(const struct qkv_weight *w, const struct qkv_pack_scale *
            (float)sub[group * QKV_PANEL + column];
 }
 
-static void row_of_codes(const struct qkv_weight *w, const uint8_t *panel, size_t column, float *out)
+static void row_of_codes(const struct qkv_weight *w, const uint8_t *panel, size_t column,
+                         float *out)
 {
     size_t group_elems = (size_t)w->group;
     for (size_t g = 0; g < (size_t)w->n_groups; g++) {

@@ -1,5 +1,5 @@
-/* A weight in the CPU backend's packing: panels of 32 output columns, interleaved along K so that one
- * load gives what one step of a dot product needs. Shared by all instruction sets.
+/* A weight in the CPU backend's packing: panels of 32 output columns, interleaved along K so that
+ * one load gives what one step of a dot product needs. Shared by all instruction sets.
  *
  * A panel holds, each part starting at a multiple of 64 bytes:
  *   codes   [k_pad / 8 units], a unit is 4 pairs of k (2i, 2i + 1) of all 32 columns c:
@@ -61,8 +61,8 @@ struct qkv_weight {
 };
 
 /* Row `row` (an output column) back as fp32, elements [0, k_in), times `factor`. The order of
- * operations is the codec's, (scale * code) + min, so that the values are qkv_codec_dequantize's bit
- * for bit; BF16X2 of F32 weights is what the two bf16 terms hold, within 2^-16 of the value. */
+ * operations is the codec's, (scale * code) + min, so that the values are qkv_codec_dequantize's
+ * bit for bit; BF16X2 of F32 weights is what the two bf16 terms hold, within 2^-16 of the value. */
 void qkv_cpu_weight_row(const struct qkv_weight *weight, int32_t row, float factor, float *out);
 
 #endif

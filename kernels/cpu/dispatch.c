@@ -17,8 +17,8 @@ struct features {
     bool avx512bf16;
 };
 
-/* The register state that the operating system saves (XCR0): bits 1, 2 SSE and AVX, 5 to 7 the three
- * parts of AVX-512. Intel SDM volume 1, section 13.3. */
+/* The register state that the operating system saves (XCR0): bits 1, 2 SSE and AVX, 5 to 7 the
+ * three parts of AVX-512. Intel SDM volume 1, section 13.3. */
 static uint64_t saved_state(void)
 {
     uint32_t low;
@@ -53,8 +53,8 @@ static struct features detect(void)
     out.avx2 = has_all(b, 1u << 5);
     const uint32_t f_dq_bw_vl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
     const uint32_t vnni = 1u << 11;
-    out.avx512 = out.avx2 && has_all(b, f_dq_bw_vl) && has_all(c, vnni) &&
-                 (saved_state() & 0xe6) == 0xe6;
+    out.avx512 =
+        out.avx2 && has_all(b, f_dq_bw_vl) && has_all(c, vnni) && (saved_state() & 0xe6) == 0xe6;
     if (out.avx512 && a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0) {
         out.avx512bf16 = has_all(a, 1u << 5);
     }

@@ -1,5 +1,5 @@
-/* Kernels of linear: packing of activations (with the prologue), GEMM over packed weights, norms. The
- * part of an instruction set's table that body_norm.inc and body_gemm.inc fill.
+/* Kernels of linear: packing of activations (with the prologue), GEMM over packed weights, norms.
+ * The part of an instruction set's table that body_norm.inc and body_gemm.inc fill.
  *
  * One output element is one chain of fused multiply-adds over k in rising order, per scale group; a
  * group's sum then goes into the total by fma(scale, sum, total), then fma(min, sum of x, total).
@@ -15,9 +15,9 @@
 #include "backend/backend.h"
 #include "cpu_weight.h"
 
-/* From rows of fp32 to packed activations: [k blocks][n_rows][QKV_K_BLOCK cells + 64 bytes]. A cell is
- * a float (rounded to bf16 or not) or a bf16. The 64 bytes keep rows out of each other's cache sets,
- * and the constant distance lets a kernel reach all rows of a tile from one pointer. */
+/* From rows of fp32 to packed activations: [k blocks][n_rows][QKV_K_BLOCK cells + 64 bytes]. A cell
+ * is a float (rounded to bf16 or not) or a bf16. The 64 bytes keep rows out of each other's cache
+ * sets, and the constant distance lets a kernel reach all rows of a tile from one pointer. */
 struct qkv_cpu_pack {
     const float *x; /* [*, x_stride] */
     size_t x_stride;

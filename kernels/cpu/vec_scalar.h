@@ -1,6 +1,6 @@
-/* Vectors of one float: the scalar instruction set, and the list of names that the bodies (.inc) may
- * use. vec_avx2.h and vec_avx512.h define the same names, 8 and 16 wide. Static inline only: a copy
- * of a function compiled for AVX-512 must never be the one that a plain processor runs. */
+/* Vectors of one float: the scalar instruction set, and the list of names that the bodies (.inc)
+ * may use. vec_avx2.h and vec_avx512.h define the same names, 8 and 16 wide. Static inline only: a
+ * copy of a function compiled for AVX-512 must never be the one that a plain processor runs. */
 #ifndef QKV_CPU_VEC_SCALAR_H
 #define QKV_CPU_VEC_SCALAR_H
 
@@ -67,7 +67,8 @@ static inline float vf_hmax(vf a)
 {
     return a;
 }
-/* VW pairs of bf16, interleaved (element 2i, element 2i + 1): the first, the second of each pair. */
+/* VW pairs of bf16, interleaved (element 2i, element 2i + 1): the first, the second of each pair.
+ */
 static inline vf vf_load_bf16_even(const uint16_t *p)
 {
     uint32_t bits = (uint32_t)p[0] << 16;
@@ -144,9 +145,9 @@ static inline vf vf_select_lt(vf a, vf b, vf x, vf y)
     return a < b ? x : y;
 }
 /* e^a within 1 ulp: 0 for -inf and where the result would be subnormal, inf above, NaN for NaN.
- * a = n ln 2 + r with |r| <= ln 2 / 2, Taylor's series to degree 7 (its tail is below 2^-27), 2^n put
- * into the exponent in two steps, because n may be 128. Not expf, so that all instruction sets give
- * the same bits, wherever the C library comes from. */
+ * a = n ln 2 + r with |r| <= ln 2 / 2, Taylor's series to degree 7 (its tail is below 2^-27), 2^n
+ * put into the exponent in two steps, because n may be 128. Not expf, so that all instruction sets
+ * give the same bits, wherever the C library comes from. */
 static inline vf vf_exp(vf a)
 {
     if (!(a >= -87.33654f && a <= 88.72284f)) {

@@ -175,7 +175,8 @@ int main(int argc, char **argv)
     be->info(dev, &info);
     double peak = measure_peak(info.isa) * info.n_threads;
     bench_clock = info.n_threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC;
-    (void)fprintf(stderr, "%s, %d threads, FMA peak %.1f GFLOP/s\n", info.isa, info.n_threads, peak);
+    (void)fprintf(stderr, "%s, %d threads, FMA peak %.1f GFLOP/s\n", info.isa, info.n_threads,
+                  peak);
     (void)printf("format,n_out,k_in,rows,us,gflops,weight_gbytes_per_s,of_fma_peak\n");
     static const enum qkv_format formats[] = {QKV_FORMAT_BF16, QKV_FORMAT_F16,  QKV_FORMAT_Q8_0,
                                               QKV_FORMAT_Q4_0, QKV_FORMAT_Q4_1, QKV_FORMAT_Q4_K,

@@ -158,8 +158,7 @@ static void run_layer(const struct qkv_backend *be, struct outcome *out)
         .x = attended, .n_rows = ROWS, .n_weights = 1, .weight = {w_out}, .y = y};
     CHECK_OK(be->linear(&err, dev, &linear), err);
     CHECK_OK(be->norm_add(&err, dev, x, y, norm, 1e-5f, ROWS, DIM), err);
-    struct qkv_sample_row row = {
-        .row = 2, .target = -1, .top_p = 1, .repetition_penalty = 1};
+    struct qkv_sample_row row = {.row = 2, .target = -1, .top_p = 1, .repetition_penalty = 1};
     int32_t rank[1];
     struct qkv_sample_out sampled = {out->token, out->logprob, rank, 0, NULL, NULL};
     CHECK_OK(be->sample(&err, dev, x, DIM, &row, 1, &sampled), err);

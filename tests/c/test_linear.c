@@ -1,5 +1,5 @@
-/* The CPU backend's linear, embed, norm_add and buffers: every instruction set that this machine has,
- * every weight format with a codec.
+/* The CPU backend's linear, embed, norm_add and buffers: every instruction set that this machine
+ * has, every weight format with a codec.
  *
  * Classes of agreement
  * - same bits: any number of rows, any number of threads; scalar, avx2 and avx512 with each other;
@@ -239,7 +239,8 @@ static double activate(enum qkv_act act, double x)
 }
 
 /* The input of the products in double, rounded to bf16 for bf16 arithmetic. */
-static void reference_input(const struct job *job, enum qkv_compute compute, int32_t row, double *in)
+static void reference_input(const struct job *job, enum qkv_compute compute, int32_t row,
+                            double *in)
 {
     int32_t k = job->m[0]->k;
     bool gated = job->prologue == QKV_PROLOGUE_GATED;
@@ -256,8 +257,8 @@ static void reference_input(const struct job *job, enum qkv_compute compute, int
         } else if (gated) {
             value = activate(job->act, value) * x[k + i];
         }
-        in[i] = compute == QKV_COMPUTE_BF16 ? qkv_bf16_to_f32(qkv_bf16_from_f32((float)value))
-                                            : value;
+        in[i] =
+            compute == QKV_COMPUTE_BF16 ? qkv_bf16_to_f32(qkv_bf16_from_f32((float)value)) : value;
     }
 }
 
@@ -323,7 +324,8 @@ static void check_rows(const char *isa, const struct job *all, const float *y)
         for (int threads = 1; threads <= 2; threads++) {
             float *some = run_job(isa, QKV_COMPUTE_BF16, threads, &job, NULL);
             for (int32_t r = 0; r < job.n_rows; r++) {
-                CHECK(same_bits(some + (size_t)r * columns, y + (size_t)rows[r] * columns, columns));
+                CHECK(
+                    same_bits(some + (size_t)r * columns, y + (size_t)rows[r] * columns, columns));
             }
             free(some);
         }
@@ -336,8 +338,7 @@ static void check_format(enum qkv_format format, int32_t n, int32_t k)
     size_t x_floats = (size_t)MOST_ROWS * (size_t)k;
     size_t n_y = (size_t)MOST_ROWS * (size_t)n;
     float *x = random_floats(x_floats);
-    struct job job = {
-        .x = x, .x_floats = x_floats, .n_rows = MOST_ROWS, .n_weights = 1, .m = {&m}};
+    struct job job = {.x = x, .x_floats = x_floats, .n_rows = MOST_ROWS, .n_weights = 1, .m = {&m}};
     double class = format == QKV_FORMAT_F32 ? CLASS_TWO_TERMS : CLASS_SUM;
     float *first_bf16 = NULL;
     float *first_f32 = NULL;
@@ -392,8 +393,8 @@ static void test_formats(void)
 
 /* ---- prologues and epilogues ---- */
 
-/* In float32 against the exact values, in bf16 within a rounding of the input; same bits for one row
- * and many, one thread and two. */
+/* In float32 against the exact values, in bf16 within a rounding of the input; same bits for one
+ * row and many, one thread and two. */
 static void check_job(const struct job *job, const float *y_start)
 {
     size_t columns = (size_t)job_columns(job);
@@ -526,7 +527,8 @@ static void test_nonfinite(void)
     }
 }
 
-/* A finite fp32 weight near the top of the range stays finite although its bf16 would be infinite. */
+/* A finite fp32 weight near the top of the range stays finite although its bf16 would be infinite.
+ */
 static void test_largest_weight(void)
 {
     struct matrix m = make_matrix(QKV_FORMAT_F32, 1, 8);

@@ -92,8 +92,9 @@ static void test_arguments(void)
     qkv_threads_destroy(NULL);
 }
 
-/* Many short runs, with pauses that let the workers fall asleep, and sums that a lost or doubled part
- * would change. Plain stores of one run are read by another thread in the next: TSan watches. */
+/* Many short runs, with pauses that let the workers fall asleep, and sums that a lost or doubled
+ * part would change. Plain stores of one run are read by another thread in the next: TSan watches.
+ */
 struct chain {
     uint64_t value[64];
 };
