@@ -14,6 +14,7 @@ struct qkv_py_state *qkv_py_state_of(PyObject *self)
     return PyType_GetModuleState(Py_TYPE(self));
 }
 
+/* Named as users know them: they are exported by the package. */
 static int add_exception(PyObject *module, const char *full_name, const char *doc, PyObject *base,
                          PyObject **slot)
 {
@@ -26,23 +27,20 @@ static int add_exception(PyObject *module, const char *full_name, const char *do
 
 static int add_exceptions(PyObject *module, struct qkv_py_state *state)
 {
-    if (add_exception(module, "qkv._core.Error", "What this package raises.", NULL, &state->error) <
-        0) {
+    if (add_exception(module, "qkv.Error", "What this package raises.", NULL, &state->error) < 0) {
         return -1;
     }
-    if (add_exception(module, "qkv._core.CheckpointError",
-                      "A file is broken or contradicts itself.", state->error,
-                      &state->checkpoint_error) < 0) {
+    if (add_exception(module, "qkv.CheckpointError", "A file is broken or contradicts itself.",
+                      state->error, &state->checkpoint_error) < 0) {
         return -1;
     }
-    if (add_exception(module, "qkv._core.UnsupportedError",
+    if (add_exception(module, "qkv.UnsupportedError",
                       "Sound, but not something that this build does.", state->error,
                       &state->unsupported_error) < 0) {
         return -1;
     }
-    return add_exception(module, "qkv._core.OutOfPages",
-                         "The request can never fit into the KV pool.", state->error,
-                         &state->out_of_pages);
+    return add_exception(module, "qkv.OutOfPages", "The request can never fit into the KV pool.",
+                         state->error, &state->out_of_pages);
 }
 
 static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)

@@ -11,7 +11,7 @@
 #include "model/config.h"
 
 struct qkv_py_state {
-    PyObject *error; /* qkv._core.Error and its children */
+    PyObject *error; /* qkv.Error and its children */
     PyObject *checkpoint_error;
     PyObject *unsupported_error;
     PyObject *out_of_pages;

@@ -18,7 +18,7 @@ struct qkv_py_engine {
     bool step_pending; /* `step` was computed and not handed over: an exception came between */
 };
 
-/* Takes the lock of an open engine; NULL with qkv._core.Error if another call is inside or it is
+/* Takes the lock of an open engine; NULL with qkv.Error if another call is inside or it is
  * closed. Never waits. */
 struct qkv_engine *qkv_py_engine_enter(struct qkv_py_engine *self);
 void qkv_py_engine_leave(struct qkv_py_engine *self);

@@ -49,12 +49,13 @@ class Result(NamedTuple):
     logprobs: NDArray[np.float32]  # [n]
     top_ids: NDArray[np.int32]  # [n, n_top]
     top_logprobs: NDArray[np.float32]  # [n, n_top]
-    # Of prompt tokens logprob_start .. n_prompt - 1, [m]; m = 0 if not asked for.
+    # Of prompt tokens logprob_start .. n_prompt - 1, [m]; m = 0 if not asked for, less than all if
+    # finish() ended the sequence inside its prompt.
     prompt_logprobs: NDArray[np.float32]
     prompt_ranks: NDArray[np.int32]
     prompt_top_ids: NDArray[np.int32]  # [m, prompt_n_top]
     prompt_top_logprobs: NDArray[np.float32]
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length"]
     stop_token: int  # the EOS or stop id that ended it (the last of token_ids), else -1
     queue_time: float  # seconds
     time_to_first_token: float
