@@ -29,9 +29,11 @@ def model(request: pytest.FixtureRequest) -> tuple[str, Path]:
     return request.param, request.getfixturevalue(FIXTURE[request.param])
 
 
-def score_and_continue(path: Path, rows: list[dict[str, Any]], **options: Any) -> list[Any]:
+def score_and_continue(
+    path: Path, rows: list[dict[str, Any]], n_output: int = 32, **options: Any
+) -> list[Any]:
     engine = open_engine(path, kv_tokens=2048, **options)
-    ask = {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True, "logprob_start": 1}
+    ask = {"max_tokens": n_output, "temperature": 0.0, "ignore_eos": True, "logprob_start": 1}
     results = run(engine, [Request(np.array(row["ids"], np.int32), ask) for row in rows])
     engine.close()
     return [results[i] for i in range(len(rows))]
@@ -54,22 +56,30 @@ def test_float32_has_the_values_of_transformers(model: tuple[str, Path]) -> None
 
 
 def test_bf16_is_within_the_noise_of_transformers(model: tuple[str, Path]) -> None:
-    """The noise: transformers in bfloat16 against transformers in float32, on the same prompt."""
+    """The noise: transformers in bfloat16 against transformers in float32, over all prompts of the
+    model (in one of a dozen tokens the largest difference is chance)."""
     name, path = model
     rows = recorded(name)
+    noise = max(row["bf16_noise_max"] for row in rows)
+    n_tokens = sum(len(row["logprobs"]) for row in rows)
+    mean = sum(row["bf16_noise_mean"] * len(row["logprobs"]) for row in rows) / n_tokens
+    off = []
     for row, got in zip(rows, score_and_continue(path, rows), strict=True):
-        off = np.abs(got.prompt_logprobs - np.array(row["logprobs"], np.float32))
-        assert off.max() <= row["bf16_noise_max"], row["text"]
-        assert off.mean() <= row["bf16_noise_mean"], row["text"]
-        n = agreeing(row, 2 * row["bf16_noise_max"])
+        off.append(np.abs(got.prompt_logprobs - np.array(row["logprobs"], np.float32)))
+        n = agreeing(row, 2 * noise)
         assert list(got.token_ids[:n]) == row["greedy"][:n]
+    every = np.concatenate(off)
+    assert len(every) == n_tokens
+    print(f"{name}: mean {every.mean():.4f} of {mean:.4f}, max {every.max():.4f} of {noise:.4f}")
+    assert every.mean() <= mean
+    assert every.max() <= noise
 
 
 def test_the_guard_backend_gives_the_same_bits(demo_model: Path) -> None:
     """Nothing above backend.h touched device memory, on a real model; it would have faulted."""
-    rows = recorded("smollm2")[:2]
-    plain = score_and_continue(demo_model, rows)
-    guarded = score_and_continue(demo_model, rows, device="guard")
+    rows = recorded("smollm2")[:1]
+    plain = score_and_continue(demo_model, rows, 3)
+    guarded = score_and_continue(demo_model, rows, 3, device="guard")
     for a, b in zip(plain, guarded, strict=True):
         assert np.array_equal(a.token_ids, b.token_ids)
         assert np.array_equal(a.logprobs.view(np.uint32), b.logprobs.view(np.uint32))
