@@ -32,6 +32,13 @@ class Checkpoint:
         """GGUF key-values (arrays as lists); empty for safetensors."""
     def model_config(self) -> dict[str, Any]:
         """The validated numbers of csrc/model/config.h; raises as loading would."""
+    def kv_scales(self) -> list[tuple[int, str, str, NDArray[np.float32]]]:
+        """(layer, kind, tensor, values [1] or [n_kv_heads]) of every KV-cache scale in the files, by
+        layer. kind: "k" and "v" are what an engine can apply (a kv_scale stands there as both);
+        "q", "prob", "k_zero_point", "v_zero_point", "q_zero_point", "k_bias", "v_bias" are only
+        listed, as is "unset" (-1: SGLang's way to say that there is none). Empty if there are
+        none. CheckpointError, UnsupportedError as loading would; where the config is not supported,
+        layers and heads are only checked against each other."""
     def dequantize(self, name: str, /) -> NDArray[np.float32]:
         """A tensor as float32 by the scalar codec, in its shape."""
     def close(self) -> None: ...
@@ -55,7 +62,15 @@ class Result(NamedTuple):
     prompt_ranks: NDArray[np.int32]
     prompt_top_ids: NDArray[np.int32]  # [m, prompt_n_top]
     prompt_top_logprobs: NDArray[np.float32]
-    finish_reason: Literal["stop", "length"]
+    # Against the group's first lane, at the positions of prompt_logprobs, in nats: [m], or [0] for
+    # the first lane and without a group.
+    kl: NDArray[np.float32]  # sum of p_first * (ln p_first - ln p)
+    kl_reverse: NDArray[np.float32]  # sum of p * (ln p - ln p_first)
+    top1: NDArray[np.bool_]  # the same most likely token
+    # "broken": another member was aborted or finished early, which ended this one, too, with the
+    # figures that it had.
+    comparison: Literal["none", "complete", "broken"]
+    finish_reason: Literal["stop", "length", "abort"]  # "abort": comparison is "broken"
     stop_token: int  # the EOS or stop id that ended it (the last of token_ids), else -1
     queue_time: float  # seconds
     time_to_first_token: float
@@ -73,6 +88,11 @@ class Engine:
         *,
         kv_formats: Sequence[Sequence[tuple[str, str]]],  # [n_lanes][n_layers] (k, v)
         kv_tokens: int,  # per lane
+        # [n_layers, 2 (K, V), n_kv_heads], for every lane, or [n_lanes, n_layers, 2, n_kv_heads].
+        # For quantized formats; bf16 and float32 ignore theirs. None: 1.0. The engine never takes
+        # the checkpoint's by itself.
+        kv_scales: NDArray[np.float32] | None = None,
+        query_dtype: Literal["bf16", "fp8_e4m3"] = "bf16",
         threads: int = 0,  # 0: all that the process may use
         compute_dtype: Literal["bf16", "float32"] = "bf16",
         device: str = "auto",  # "auto", "cpu", "guard" (for tests)
@@ -88,10 +108,24 @@ class Engine:
     ) -> Self: ...
     @property
     def info(self) -> dict[str, Any]:
-        """device, isa, threads, compute_dtype, config (as Checkpoint.model_config), kv_tokens,
-        max_model_len, max_running, chunk_tokens, n_lanes, max_logit_rows."""
-    def memory(self) -> dict[str, int]:
-        """Bytes: weights, activations, kv (all lanes), scratch."""
+        """device, isa, threads, compute_dtype, query_dtype, config (as Checkpoint.model_config),
+        kv_tokens, max_model_len, max_running, chunk_tokens, n_lanes, max_logit_rows."""
+    def memory(self) -> dict[str, Any]:
+        """Bytes: weights, activations, kv (all lanes, reserved), kv_lanes (a list, by lane),
+        kv_resident (of kv: pages that were used so far), hidden (rows that wait for a comparison),
+        scratch."""
+    def kv_scales(self, lane: int, /) -> NDArray[np.float32]:
+        """[n_layers, 2, n_kv_heads], K then V: what the lane applies; 1 where it applies none."""
+    def kv_counts(self, lane: int, /) -> dict[str, NDArray[Any]]:
+        """Of what was stored since the last reset, [n_layers, 2, n_kv_heads]: n_values, n_clipped,
+        n_flushed (int64; recomputed tokens count again), amax (float32, before the scale)."""
+    def kv_counts_reset(self) -> None:
+        """Of all lanes."""
+    def kv_observe(self, lane: int, on: bool) -> None:
+        """Counts |x| of everything stored from now on; on starts from empty histograms."""
+    def kv_histogram(self, lane: int, /) -> NDArray[np.uint64]:
+        """[n_layers, 2, n_kv_heads, 2048]: by the 11 bits of |x|'s float32 pattern below the sign.
+        Error if the lane was never observed."""
     def counts(self) -> dict[str, int]:
         """The scheduler's counters (csrc/engine/scheduler.h)."""
     def add(
@@ -119,6 +153,12 @@ class Engine:
         bias: NDArray[np.float32] | None = None,
         bad_words: Sequence[NDArray[np.int32]] = (),  # none of them will be in the output
         watch: bool = False,
+        # Not 0: compared with the sequences of other lanes that have the same number. One per lane,
+        # the same tokens and logprob_start (>= 1, below the number of tokens), max_tokens 0, and
+        # group_size members, which all must come before one can finish. The lowest lane is the
+        # first. The number is free again when the last member was added.
+        group: int = 0,
+        group_size: int = 0,
     ) -> int:
         """Queues a sequence and returns its id. ValueError for a bad argument, OutOfPages if it can
         never fit; the engine is as before then. max_tokens is cut so that the sequence stays within
@@ -131,9 +171,10 @@ class Engine:
         has not finished."""
     def finish(self, id: int, n_keep: int) -> None:
         """Ends a sequence in any state as "stop" with the first n_keep output tokens; take() it
-        then."""
+        then. The others of its group end as "abort", in the next step."""
     def abort(self, id: int, /) -> None:
-        """Drops a sequence in any state; there is nothing to take."""
+        """Drops a sequence in any state; there is nothing to take. The others of its group end as
+        "abort", in the next step."""
     def flush(self) -> None:
         """Empties the prefix trees."""
     def close(self) -> None: ...
