@@ -247,6 +247,9 @@ static void test_report(void)
         struct machine m = machine_open(isa->name, 1);
         for (size_t i = 0; i < sizeof SIZES / sizeof SIZES[0]; i++) {
             int32_t n = SIZES[i];
+            if (n > 50000 && strcmp(isa->name, "scalar") == 0) {
+                continue; /* slow, and the same way as for 49,152 */
+            }
             float *x = random_logits(n, 3.0f, i);
             check_report(&m, x, n);
             x[n / 3] = 25.0f; /* a probability so near 1 that its logarithm needs log1p */
@@ -420,7 +423,7 @@ static void test_large_vocabulary(void)
     enum { N = 150001 };
     float *x = random_logits(N, 3.0f, 77);
     for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
-        if (!isa->usable()) {
+        if (!isa->usable() || strcmp(isa->name, "scalar") == 0) {
             continue;
         }
         struct machine m = machine_open(isa->name, 1);
