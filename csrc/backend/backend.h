@@ -4,14 +4,15 @@
  * - Buffers, weights, ropes and KV pools are opaque: nothing above this line touches their memory.
  *   Host data goes in by arguments and upload(), comes out by download() and the sampling results.
  * - Calls on a device come from one thread at a time. Work is enqueued on the device's one stream
- *   in call order; host arrays in arguments are read before the call returns, host outputs are valid
- *   after sync(). (The CPU backend does everything before it returns.)
+ *   in call order; host arrays in arguments are read before the call returns, host outputs are
+ * valid after sync(). (The CPU backend does everything before it returns.)
  * - Activations between operations are fp32, row-major. `linear` rounds its input to bf16 once
  *   (compute bf16) or not at all (compute float32).
  * - The result of a row depends on that row and its sequence alone: never on the other rows, on how
  *   many there are, on the number of threads, or on how a sequence was cut into calls. This is
  *   promise 1 of the design, and every implementation is tested for it.
- * - Every function returns a status and has filled `err` on failure; destroy functions take NULL. */
+ * - Every function returns a status and has filled `err` on failure; destroy functions take NULL.
+ */
 #ifndef QKV_BACKEND_BACKEND_H
 #define QKV_BACKEND_BACKEND_H
 
@@ -34,7 +35,8 @@ struct qkv_kv;     /* a pool of KV pages over all layers */
 
 enum qkv_compute { QKV_COMPUTE_BF16, QKV_COMPUTE_F32 };
 
-/* Where a backend in host memory takes all device memory from (buffers, weights, ropes, KV pools). */
+/* Where a backend in host memory takes all device memory from (buffers, weights, ropes, KV pools).
+ */
 struct qkv_allocator {
     enum qkv_status (*alloc)(struct qkv_error *err, void *ctx, size_t n_bytes, void **out);
     void (*free)(void *ctx, void *block, size_t n_bytes);
@@ -62,17 +64,18 @@ struct qkv_weight_desc {
     const char *name; /* for messages */
     enum qkv_format format;
     int64_t n_out;
-    int64_t k_in;             /* a multiple of the format's block */
-    const uint8_t *data;      /* [n_out, k_in] in file blocks, row-major; read during the call only */
+    int64_t k_in;        /* a multiple of the format's block */
+    const uint8_t *data; /* [n_out, k_in] in file blocks, row-major; read during the call only */
     const int32_t *row_index; /* [n_out] or NULL */
 };
 
 enum qkv_rope_style { QKV_ROPE_HALVES, QKV_ROPE_INTERLEAVED };
 
 struct qkv_rope_desc {
-    int32_t n_pairs;       /* rotated channels / 2; channels from 2 * n_pairs on are left alone */
-    const float *inv_freq; /* [n_pairs]; the angle of a pair is (float)position * inv_freq in fp32 */
-    float mscale;          /* cos and sin are multiplied by it (yarn), 1 otherwise */
+    int32_t n_pairs; /* rotated channels / 2; channels from 2 * n_pairs on are left alone */
+    const float
+        *inv_freq; /* [n_pairs]; the angle of a pair is (float)position * inv_freq in fp32 */
+    float mscale;  /* cos and sin are multiplied by it (yarn), 1 otherwise */
     enum qkv_rope_style style;
 };
 
@@ -82,12 +85,26 @@ struct qkv_kv_desc {
     int32_t n_pages;
 };
 
+/* What was stored for one head of K or V: every value written counts, those of a token that is
+ * computed again, too. Clipped: a format without a largest value would have stored a larger one
+ * (infinities count). Flushed: not zero, stored as zero. NaN is in n_values alone. bf16 and float32
+ * neither clip nor flush. */
+struct qkv_kv_counts {
+    uint64_t n_values;
+    uint64_t n_clipped;
+    uint64_t n_flushed;
+    float amax; /* largest |x|, before the scale */
+};
+
+/* Bins of |x|: the 11 bits of its fp32 pattern below the sign, exponent and 3 bits of mantissa. */
+enum { QKV_KV_HISTOGRAM_BINS = 2048 };
+
 /* One sequence's part of a step: n_rows consecutive tokens at consecutive positions. */
 struct qkv_batch_seq {
-    int32_t lane;         /* index into qkv_batch.lanes */
-    int32_t first_row;    /* rows first_row .. first_row + n_rows - 1 of the batch are its tokens */
-    int32_t n_rows;       /* >= 1 */
-    int32_t first_pos;    /* position of the first of them; positions 0 .. first_pos - 1 are cached */
+    int32_t lane;      /* index into qkv_batch.lanes */
+    int32_t first_row; /* rows first_row .. first_row + n_rows - 1 of the batch are its tokens */
+    int32_t n_rows;    /* >= 1 */
+    int32_t first_pos; /* position of the first of them; positions 0 .. first_pos - 1 are cached */
     const int32_t *pages; /* [n_pages] page ids in order of position, covering all positions */
     int32_t n_pages;
 };
@@ -112,7 +129,8 @@ enum qkv_act { QKV_ACT_SILU, QKV_ACT_GELU_TANH };
 
 enum qkv_epilogue { QKV_EPILOGUE_STORE, QKV_EPILOGUE_ADD /* y += */ };
 
-/* y = epilogue(concat_i(weight[i] * prologue(x) + bias[i])), one matrix after the other in a row. */
+/* y = epilogue(concat_i(weight[i] * prologue(x) + bias[i])), one matrix after the other in a row.
+ */
 struct qkv_linear {
     const struct qkv_buffer *x; /* f32 [*, k] ([*, 2k] for GATED) */
     const int32_t *row_index;   /* host [n_rows]: rows of x to take, or NULL for 0 .. n_rows - 1 */
@@ -120,8 +138,8 @@ struct qkv_linear {
     enum qkv_prologue prologue;
     const struct qkv_buffer *norm; /* f32 [k], for RMSNORM */
     float norm_eps;
-    enum qkv_act act; /* for GATED */
-    int32_t n_weights;                /* 1 .. 3, all with the same k_in */
+    enum qkv_act act;  /* for GATED */
+    int32_t n_weights; /* 1 .. 3, all with the same k_in */
     const struct qkv_weight *weight[3];
     const struct qkv_buffer *bias[3]; /* f32 [n_out] or NULL */
     enum qkv_epilogue epilogue;
@@ -132,10 +150,10 @@ struct qkv_linear {
 /* Norms and rotates q and k, writes k and v of the batch's rows into the cache, then attends to the
  * cached (stored, hence possibly quantized) keys and values, the row's own included. */
 struct qkv_attention {
-    int32_t layer;                 /* of the KV pool */
-    const struct qkv_buffer *qkv;  /* f32 [n_rows, n_heads * k_dim + n_kv_heads * (k_dim + v_dim)] */
-    struct qkv_buffer *out;        /* f32 [n_rows, n_heads * v_dim] */
-    int32_t n_heads;               /* a multiple of the layer's n_kv_heads */
+    int32_t layer;                /* of the KV pool */
+    const struct qkv_buffer *qkv; /* f32 [n_rows, n_heads * k_dim + n_kv_heads * (k_dim + v_dim)] */
+    struct qkv_buffer *out;       /* f32 [n_rows, n_heads * v_dim] */
+    int32_t n_heads;              /* a multiple of the layer's n_kv_heads */
     const struct qkv_buffer *q_norm; /* f32 [k_dim] or NULL */
     const struct qkv_buffer *k_norm;
     float norm_eps;
@@ -143,13 +161,14 @@ struct qkv_attention {
     float scale;                 /* of the logits */
     float softcap;               /* of the logits, 0: none */
     int32_t window;              /* position p sees p - window + 1 .. p; 0: everything up to p */
+    bool quantize_q; /* each head's q of each row becomes e4m3 codes times its own amax / 448 */
 };
 
 /* One row of logits turned into a token. */
 struct qkv_sample_row {
-    int32_t row;    /* of the logits */
-    int32_t target; /* >= 0: no sampling, report this token (teacher forcing) */
-    int32_t n_top;  /* most likely tokens to report, 0 .. QKV_TOP_MAX */
+    int32_t row;       /* of the logits */
+    int32_t target;    /* >= 0: no sampling, report this token (teacher forcing) */
+    int32_t n_top;     /* most likely tokens to report, 0 .. QKV_TOP_MAX */
     float temperature; /* 0: greedy, ties to the lowest id */
     int32_t top_k;     /* 0: all */
     float top_p;       /* 1: all */
@@ -173,12 +192,26 @@ enum { QKV_TOP_MAX = 256 };
 /* Host arrays. Log-probabilities are the model's own (log-softmax of the raw logits), before
  * penalties, bias and temperature. */
 struct qkv_sample_out {
-    int32_t *token;      /* [n] */
-    float *logprob;      /* [n] */
-    int32_t *rank;       /* [n]: 0 for the most likely; tokens with a larger logit */
-    int32_t top_stride;  /* entries per row in the two below; unused ones are left alone */
-    int32_t *top_id;     /* [n, top_stride] by falling logit, ties by id; NULL if no row wants any */
-    float *top_logprob;  /* [n, top_stride] */
+    int32_t *token;     /* [n] */
+    float *logprob;     /* [n] */
+    int32_t *rank;      /* [n]: 0 for the most likely; tokens with a larger logit */
+    int32_t top_stride; /* entries per row in the two below; unused ones are left alone */
+    int32_t *top_id;    /* [n, top_stride] by falling logit, ties by id; NULL if no row wants any */
+    float *top_logprob; /* [n, top_stride] */
+};
+
+/* Two rows of logits to compare, as distributions p and q. */
+struct qkv_divergence_pair {
+    int32_t row_p;
+    int32_t row_q;
+};
+
+/* Host arrays [n]. */
+struct qkv_divergence_out {
+    double *kl_pq; /* sum of p (ln p - ln q), nats; exactly 0 for equal rows, NaN if a row has a NaN
+                      or no finite logit, infinite where q forbids what p allows */
+    double *kl_qp;
+    uint8_t *top1; /* 1 if both have the same most likely token (ties to the lowest id) */
 };
 
 /* What a device may be asked before a plan is made, so that no step falls back silently. */
@@ -230,6 +263,22 @@ struct qkv_backend {
     enum qkv_status (*kv_set_scales)(struct qkv_error *err, struct qkv_device *dev,
                                      struct qkv_kv *kv, int32_t layer, const float *k_scale,
                                      const float *v_scale);
+    /* k, v: host [n_kv_heads] of that layer: what was stored since the pool was created or the last
+     * kv_counts_reset. The same for any number of threads. */
+    enum qkv_status (*kv_counts)(struct qkv_error *err, struct qkv_device *dev,
+                                 const struct qkv_kv *kv, int32_t layer, struct qkv_kv_counts *k,
+                                 struct qkv_kv_counts *v);
+    enum qkv_status (*kv_counts_reset)(struct qkv_error *err, struct qkv_device *dev,
+                                       struct qkv_kv *kv);
+    /* While on, every value that is stored is also counted in a histogram of |x| per layer, K or V
+     * and head. Turning it on starts from empty ones; off keeps them. Off at first, without cost.
+     */
+    enum qkv_status (*kv_observe)(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
+                                  bool on);
+    /* counts: host [QKV_KV_HISTOGRAM_BINS]. QKV_ERR_STATE if the pool was never observed. */
+    enum qkv_status (*kv_histogram)(struct qkv_error *err, struct qkv_device *dev,
+                                    const struct qkv_kv *kv, int32_t layer, int32_t head,
+                                    bool values, uint64_t *counts);
     /* Zeroes pages in every layer: a page that is handed to a sequence holds no stale slots. */
     enum qkv_status (*kv_zero)(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
                                const int32_t *pages, int32_t n_pages);
@@ -255,6 +304,16 @@ struct qkv_backend {
                               const struct qkv_buffer *logits, int32_t n_vocab,
                               const struct qkv_sample_row *rows, int32_t n,
                               const struct qkv_sample_out *out);
+    /* dst[dst_first + i, :] = src[rows[i], :], f32 rows of `dim`; rows: host [n]. Two buffers. */
+    enum qkv_status (*copy_rows)(struct qkv_error *err, struct qkv_device *dev,
+                                 struct qkv_buffer *dst, int32_t dst_first,
+                                 const struct qkv_buffer *src, const int32_t *rows, int32_t n,
+                                 int32_t dim);
+    /* logits: f32 [*, n_vocab]; pairs: host [n]. Sums in float64, in a fixed order. */
+    enum qkv_status (*divergence)(struct qkv_error *err, struct qkv_device *dev,
+                                  const struct qkv_buffer *logits, int32_t n_vocab,
+                                  const struct qkv_divergence_pair *pairs, int32_t n,
+                                  const struct qkv_divergence_out *out);
     /* Waits for the stream and returns what went wrong on it since the last call. */
     enum qkv_status (*sync)(struct qkv_error *err, struct qkv_device *dev);
 };
@@ -265,8 +324,8 @@ const struct qkv_backend *qkv_cpu_backend(void);
 /* Its instruction sets, best first, and whether this machine has them; false past the last one. */
 bool qkv_cpu_isa(size_t index, const char **name, bool *usable);
 
-/* A backend that keeps every buffer of `inner` unreadable outside its own calls, so that a test sees
- * any touch from above as a fault (backend/guard.c). */
+/* A backend that keeps every buffer of `inner` unreadable outside its own calls, so that a test
+ * sees any touch from above as a fault (backend/guard.c). */
 const struct qkv_backend *qkv_guard_backend(void);
 
 #endif

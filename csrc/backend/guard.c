@@ -1,7 +1,7 @@
 /* A backend around the CPU backend that proves the rule "nothing above backend.h touches device
- * memory": every block that the inner device allocates is a mapping of its own, readable and writable
- * during the guard's calls only. Blocks end at an unmapped page, so that a kernel's overrun by more
- * than the rounding to 64 bytes is a fault, too.
+ * memory": every block that the inner device allocates is a mapping of its own, readable and
+ * writable during the guard's calls only. Blocks end at an unmapped page, so that a kernel's
+ * overrun by more than the rounding to 64 bytes is a fault, too.
  *
  * Two system calls per block and call: for tests on tiny models. */
 #include <errno.h>
@@ -20,8 +20,8 @@ struct block {
     void *data;
 };
 
-/* What the handles of type struct qkv_device point at here. Buffers, weights, ropes and pools are the
- * inner device's own. */
+/* What the handles of type struct qkv_device point at here. Buffers, weights, ropes and pools are
+ * the inner device's own. */
 struct guard {
     struct qkv_device *inner;
     struct block *blocks;
@@ -282,6 +282,41 @@ static enum qkv_status guard_kv_zero(struct qkv_error *err, struct qkv_device *d
     return leave(err, guard, inner_backend()->kv_zero(err, guard->inner, kv, pages, n_pages));
 }
 
+static enum qkv_status guard_kv_counts(struct qkv_error *err, struct qkv_device *dev,
+                                       const struct qkv_kv *kv, int32_t layer,
+                                       struct qkv_kv_counts *k, struct qkv_kv_counts *v)
+{
+    struct guard *guard = guard_of(dev);
+    QKV_TRY(enter(err, guard));
+    return leave(err, guard, inner_backend()->kv_counts(err, guard->inner, kv, layer, k, v));
+}
+
+static enum qkv_status guard_kv_counts_reset(struct qkv_error *err, struct qkv_device *dev,
+                                             struct qkv_kv *kv)
+{
+    struct guard *guard = guard_of(dev);
+    QKV_TRY(enter(err, guard));
+    return leave(err, guard, inner_backend()->kv_counts_reset(err, guard->inner, kv));
+}
+
+static enum qkv_status guard_kv_observe(struct qkv_error *err, struct qkv_device *dev,
+                                        struct qkv_kv *kv, bool on)
+{
+    struct guard *guard = guard_of(dev);
+    QKV_TRY(enter(err, guard));
+    return leave(err, guard, inner_backend()->kv_observe(err, guard->inner, kv, on));
+}
+
+static enum qkv_status guard_kv_histogram(struct qkv_error *err, struct qkv_device *dev,
+                                          const struct qkv_kv *kv, int32_t layer, int32_t head,
+                                          bool values, uint64_t *counts)
+{
+    struct guard *guard = guard_of(dev);
+    QKV_TRY(enter(err, guard));
+    return leave(err, guard,
+                 inner_backend()->kv_histogram(err, guard->inner, kv, layer, head, values, counts));
+}
+
 /* ---- operations ---- */
 
 static enum qkv_status guard_begin(struct qkv_error *err, struct qkv_device *dev,
@@ -339,6 +374,28 @@ static enum qkv_status guard_sample(struct qkv_error *err, struct qkv_device *de
                  inner_backend()->sample(err, guard->inner, logits, n_vocab, rows, n, out));
 }
 
+static enum qkv_status guard_copy_rows(struct qkv_error *err, struct qkv_device *dev,
+                                       struct qkv_buffer *dst, int32_t dst_first,
+                                       const struct qkv_buffer *src, const int32_t *rows, int32_t n,
+                                       int32_t dim)
+{
+    struct guard *guard = guard_of(dev);
+    QKV_TRY(enter(err, guard));
+    return leave(err, guard,
+                 inner_backend()->copy_rows(err, guard->inner, dst, dst_first, src, rows, n, dim));
+}
+
+static enum qkv_status guard_divergence(struct qkv_error *err, struct qkv_device *dev,
+                                        const struct qkv_buffer *logits, int32_t n_vocab,
+                                        const struct qkv_divergence_pair *pairs, int32_t n,
+                                        const struct qkv_divergence_out *out)
+{
+    struct guard *guard = guard_of(dev);
+    QKV_TRY(enter(err, guard));
+    return leave(err, guard,
+                 inner_backend()->divergence(err, guard->inner, logits, n_vocab, pairs, n, out));
+}
+
 static enum qkv_status guard_sync(struct qkv_error *err, struct qkv_device *dev)
 {
     struct guard *guard = guard_of(dev);
@@ -367,6 +424,10 @@ static const struct qkv_backend guard_backend = {
     .kv_destroy = guard_kv_destroy,
     .kv_bytes = guard_kv_bytes,
     .kv_set_scales = guard_kv_set_scales,
+    .kv_counts = guard_kv_counts,
+    .kv_counts_reset = guard_kv_counts_reset,
+    .kv_observe = guard_kv_observe,
+    .kv_histogram = guard_kv_histogram,
     .kv_zero = guard_kv_zero,
     .begin = guard_begin,
     .embed = guard_embed,
@@ -374,6 +435,8 @@ static const struct qkv_backend guard_backend = {
     .attention = guard_attention,
     .norm_add = guard_norm_add,
     .sample = guard_sample,
+    .copy_rows = guard_copy_rows,
+    .divergence = guard_divergence,
     .sync = guard_sync,
 };
 

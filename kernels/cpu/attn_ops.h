@@ -1,6 +1,6 @@
-/* Kernels of attention, rotation, the KV formats and sampling: the part of an instruction set's table
- * that body_rope.inc, body_kv.inc, body_attn.inc and body_sample.inc fill. Each of these files defines
- * static functions named ISA(name) for the fields below. */
+/* Kernels of attention, rotation, the KV formats and sampling: the part of an instruction set's
+ * table that body_rope.inc, body_kv.inc, body_attn.inc and body_sample.inc fill. Each of these
+ * files defines static functions named ISA(name) for the fields below. */
 #ifndef QKV_CPU_ATTN_OPS_H
 #define QKV_CPU_ATTN_OPS_H
 
@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "backend/backend.h"
 #include "kv/kv_formats.h"
 
 enum {
@@ -16,8 +17,8 @@ enum {
      * sequence was cut. A multiple of QKV_PAGE_TOKENS. */
     QKV_ATTN_SEGMENT = 256,
     QKV_ATTN_SEGMENT_PAGES = QKV_ATTN_SEGMENT / QKV_PAGE_TOKENS,
-    /* Most query rows (tokens x heads that share a KV head) of a unit of work, unless one token alone
-     * has more. */
+    /* Most query rows (tokens x heads that share a KV head) of a unit of work, unless one token
+     * alone has more. */
     QKV_ATTN_ROWS = 64,
     QKV_ATTN_TOKENS = 16, /* most tokens of a unit; divides QKV_ATTN_SEGMENT */
     QKV_ATTN_PAD = 16     /* channels of a head are stored padded with zeros to a multiple of it */
@@ -46,6 +47,7 @@ struct qkv_attn_call {
     float scale;
     float softcap;  /* 0: none */
     int32_t window; /* 0: none */
+    bool quantize_q;
 };
 
 /* A sequence's rows, see struct qkv_batch_seq. */
@@ -55,33 +57,38 @@ struct qkv_attn_seq {
     int32_t first_row;
     int32_t first_pos;
     int32_t n_rows;
+    bool observed; /* its keys and values are counted in histograms */
 };
 
 /* Memory of one thread, 64-byte aligned, contents undefined. R: rows of the largest unit, D: the
  * padded k_dim, V: the padded v_dim. */
 struct qkv_attn_work {
-    float *x;      /* [max(D, V)] */
-    float *q;      /* [R, D] floats, or bf16 in the same place */
-    float *s;      /* [R, QKV_ATTN_SEGMENT] scores, then weights */
-    float *o;      /* [R, V] */
-    float *o_part; /* [R, V] */
-    float *m;      /* [R] */
-    float *l;      /* [R] */
-    float *m_part; /* [R] */
-    float *l_part; /* [R] */
-    void *k_tile;  /* [QKV_ATTN_SEGMENT_PAGES] decoded pages of keys, up to 4 bytes a channel */
+    int32_t thread; /* which of the device's */
+    float *x;       /* [max(D, V)] */
+    float *q;       /* [R, D] floats, or bf16 in the same place */
+    float *q_scale; /* [R] */
+    float *s;       /* [R, QKV_ATTN_SEGMENT] scores, then weights */
+    float *o;       /* [R, V] */
+    float *o_part;  /* [R, V] */
+    float *m;       /* [R] */
+    float *l;       /* [R] */
+    float *m_part;  /* [R] */
+    float *l_part;  /* [R] */
+    void *k_tile;   /* [QKV_ATTN_SEGMENT_PAGES] decoded pages of keys, up to 4 bytes a channel */
     void *v_tile;
 };
 
-/* How one KV format is written and read, in one arithmetic. A page is 16 tokens of one head; `dim` is
- * the padded dimension. What the attention kernel computes with ("operand pages"):
- *   bf16  K [dim/2][16 tokens][2 channels], V [8 token pairs][dim][2 tokens]
- *   f32   K [dim][16 tokens],               V [16 tokens][dim]
- * A load function turns a stored page into an operand page. */
+/* How one KV format is written and read, in one arithmetic. A page is 16 tokens of one head; `dim`
+ * is the padded dimension. What the attention kernel computes with ("operand pages"): bf16  K
+ * [dim/2][16 tokens][2 channels], V [8 token pairs][dim][2 tokens] f32   K [dim][16 tokens], V [16
+ * tokens][dim] A load function turns a stored page into an operand page. */
 struct qkv_cpu_kv_codec {
-    /* x is multiplied by inv_scale before it is encoded. NULL: this format is not built. */
-    void (*store_k)(void *page, int32_t slot, const float *x, int32_t dim, float inv_scale);
-    void (*store_v)(void *page, int32_t slot, const float *x, int32_t dim, float inv_scale);
+    /* x / scale is encoded; what that clipped, flushed to zero, and max |x| go into *counts. NULL:
+     * this format is not built. */
+    void (*store_k)(void *page, int32_t slot, const float *x, int32_t dim, float scale,
+                    struct qkv_kv_counts *counts);
+    void (*store_v)(void *page, int32_t slot, const float *x, int32_t dim, float scale,
+                    struct qkv_kv_counts *counts);
     bool direct_bf16; /* a stored page is an operand page of the bf16 arithmetic */
     bool direct_f32;
     void (*load_k_bf16)(const void *page, int32_t dim, uint16_t *operand); /* NULL: no such path */
@@ -104,15 +111,20 @@ struct qkv_cpu_attn_ops {
     /* Keys and values of tokens [begin, end) of the sequence, all heads. */
     void (*store)(const struct qkv_attn_call *call, const struct qkv_attn_seq *seq, int32_t begin,
                   int32_t end, const struct qkv_attn_work *work);
+    /* Counts |x| of the same keys (or values) of one KV head: histogram [QKV_KV_HISTOGRAM_BINS]. */
+    void (*observe)(const struct qkv_attn_call *call, const struct qkv_attn_seq *seq, int32_t head,
+                    bool values, const struct qkv_attn_work *work, uint64_t *histogram);
     /* Queries of tokens [begin, end) that share KV head `head`. At most QKV_ATTN_TOKENS tokens. */
     void (*attend_bf16)(const struct qkv_attn_call *call, const struct qkv_attn_seq *seq,
-                        int32_t head, int32_t begin, int32_t end,
-                        const struct qkv_attn_work *work);
+                        int32_t head, int32_t begin, int32_t end, const struct qkv_attn_work *work);
     void (*attend_f32)(const struct qkv_attn_call *call, const struct qkv_attn_seq *seq,
                        int32_t head, int32_t begin, int32_t end, const struct qkv_attn_work *work);
     void (*logits_stats)(const float *x, int32_t n, struct qkv_logits_stats *out);
     /* w[i] = exp((z[i] - max) * inv_temperature) */
     void (*logits_weights)(const float *z, int32_t n, float max, float inv_temperature, float *w);
+    /* See body_sample.inc. */
+    void (*logits_divergence)(const float *p, const float *q, int32_t n, float p_max, float q_max,
+                              double shift, double sums[2]);
     struct qkv_cpu_kv_codec kv[QKV_KV_FORMAT_COUNT];
 };
 

@@ -1,10 +1,10 @@
 /* Attention of one layer: cuts the batch into units and runs them.
  *
- * One parallel region with two phases: all threads write the keys and values of the batch's rows into
- * the cache; after a barrier they attend. Units of the first phase are the tokens of one page (so that
- * no two threads write to one page), units of the second are (sequence, KV head, up to 16 tokens at
- * positions between two multiples of 16). Each thread takes a contiguous part of the units, cut by
- * their estimated cost; a unit's result does not depend on the cut. */
+ * One parallel region with two phases: all threads write the keys and values of the batch's rows
+ * into the cache; after a barrier they attend. Units of the first phase are the tokens of one page
+ * (so that no two threads write to one page), units of the second are (sequence, KV head, up to 16
+ * tokens at positions between two multiples of 16). Each thread takes a contiguous part of the
+ * units, cut by their estimated cost; a unit's result does not depend on the cut. */
 #include <string.h>
 
 #include "base/mem.h"
@@ -33,6 +33,8 @@ struct plan {
     struct qkv_attn_seq *seqs;
     struct store_unit *stores;
     struct attend_unit *attends;
+    size_t n_seqs;
+    size_t n_observed; /* sequences whose pool is */
     size_t n_stores;
     size_t n_attends;
     size_t *attend_cut; /* [n_threads + 1]: first unit of each thread */
@@ -196,7 +198,9 @@ static void fill_units(struct plan *plan, const struct qkv_batch *batch, int32_t
             .first_row = from->first_row,
             .first_pos = from->first_pos,
             .n_rows = from->n_rows,
+            .observed = batch->lanes[from->lane]->observed,
         };
+        plan->n_observed += seq->observed;
         for (int32_t begin = 0; begin < seq->n_rows;) {
             int32_t end = next_cut(seq, begin, QKV_PAGE_TOKENS);
             plan->stores[n_stores++] = (struct store_unit){i, begin, end};
@@ -210,6 +214,7 @@ static void fill_units(struct plan *plan, const struct qkv_batch *batch, int32_t
             }
         }
     }
+    plan->n_seqs = (size_t)batch->n_seqs;
     plan->n_stores = n_stores;
     plan->n_attends = n_attends;
 }
@@ -234,6 +239,7 @@ static void carve_work(struct carver *carver, const struct plan *plan, struct qk
     size_t v_pad = qkv_round_up((size_t)plan->call.v_dim, QKV_ATTN_PAD);
     work->x = carve(carver, (k_pad > v_pad ? k_pad : v_pad) * sizeof(float));
     work->q = carve(carver, rows * k_pad * sizeof(float));
+    work->q_scale = carve(carver, rows * sizeof(float));
     work->s = carve(carver, rows * QKV_ATTN_SEGMENT * sizeof(float));
     work->o = carve(carver, rows * v_pad * sizeof(float));
     work->o_part = carve(carver, rows * v_pad * sizeof(float));
@@ -265,8 +271,8 @@ static void carve_plan(struct carver *carver, struct plan *plan, const struct qk
     size_t n_attends = 0;
     for (int32_t i = 0; i < batch->n_seqs; i++) {
         n_stores += n_cuts(&batch->seqs[i], QKV_PAGE_TOKENS);
-        n_attends += n_cuts(&batch->seqs[i], unit_tokens(plan->call.group)) *
-                     (size_t)plan->call.n_kv_heads;
+        n_attends +=
+            n_cuts(&batch->seqs[i], unit_tokens(plan->call.group)) * (size_t)plan->call.n_kv_heads;
     }
     plan->seqs = carve(carver, (size_t)batch->n_seqs * sizeof *plan->seqs);
     plan->stores = carve(carver, n_stores * sizeof *plan->stores);
@@ -296,6 +302,7 @@ static void fill_call(struct qkv_attn_call *call, const struct qkv_kv_layer *des
         .scale = args->scale,
         .softcap = args->softcap,
         .window = args->window,
+        .quantize_q = args->quantize_q,
     };
     if (args->rope != NULL) {
         call->rope_cos = args->rope->batch_cos;
@@ -307,6 +314,23 @@ static void fill_call(struct qkv_attn_call *call, const struct qkv_kv_layer *des
 
 /* ---- the region ---- */
 
+/* Each thread counts heads of its own, so that no two add to one histogram. */
+static void observe(const struct plan *plan, size_t t, const struct qkv_attn_work *work)
+{
+    int32_t n_heads = plan->call.n_kv_heads;
+    for (size_t i = 0; i < plan->n_seqs; i++) {
+        const struct qkv_attn_seq *seq = &plan->seqs[i];
+        if (!seq->observed) {
+            continue;
+        }
+        for (size_t h = t; h < 2 * (size_t)n_heads; h += plan->n_threads) {
+            int32_t head = (int32_t)h % n_heads;
+            plan->ops->observe(&plan->call, seq, head, (int32_t)h >= n_heads, work,
+                               seq->kv->histograms + h * QKV_KV_HISTOGRAM_BINS);
+        }
+    }
+}
+
 static void run_phases(void *ctx, size_t begin, size_t end, int thread)
 {
     const struct plan *plan = ctx;
@@ -316,10 +340,14 @@ static void run_phases(void *ctx, size_t begin, size_t end, int thread)
     (void)begin;
     (void)end;
     carve_work(&carver, plan, &work);
+    work.thread = thread;
     for (size_t i = plan->n_stores * t / plan->n_threads;
          i < plan->n_stores * (t + 1) / plan->n_threads; i++) {
         const struct store_unit *unit = &plan->stores[i];
         plan->ops->store(&plan->call, &plan->seqs[unit->seq], unit->begin, unit->end, &work);
+    }
+    if (plan->n_observed > 0) {
+        observe(plan, t, &work);
     }
     qkv_threads_barrier(plan->threads);
     for (size_t i = plan->attend_cut[t]; i < plan->attend_cut[t + 1]; i++) {

@@ -29,7 +29,8 @@ enum qkv_status qkv_cpu_scratch_get(struct qkv_error *err, struct qkv_device *de
 {
     struct qkv_scratch_block *block = &dev->scratch[slot];
     if (n_bytes > block->n_bytes) {
-        /* A quarter more than asked for, so that a growing batch does not allocate in every step. */
+        /* A quarter more than asked for, so that a growing batch does not allocate in every step.
+         */
         size_t want = qkv_round_up(n_bytes + n_bytes / 4, 4096);
         void *data = NULL;
         QKV_TRY(qkv_block_alloc(err, want, &data));
@@ -72,8 +73,8 @@ static enum qkv_status check_range(struct qkv_error *err, const char *what,
                                    const struct qkv_buffer *buffer, size_t offset, size_t n_bytes)
 {
     if (offset > buffer->n_bytes || n_bytes > buffer->n_bytes - offset) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: bytes %zu to %zu + %zu of a buffer of %zu", what,
-                        offset, offset, n_bytes, buffer->n_bytes);
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: bytes %zu to %zu + %zu of a buffer of %zu",
+                        what, offset, offset, n_bytes, buffer->n_bytes);
     }
     return QKV_OK;
 }
@@ -212,8 +213,8 @@ static enum qkv_status check_batch(struct qkv_error *err, const struct qkv_batch
         int64_t end = (int64_t)seq->first_pos + seq->n_rows;
         if (seq->first_pos < 0 || end > (int64_t)seq->n_pages * QKV_PAGE_TOKENS) {
             return qkv_fail(err, QKV_ERR_ARGUMENT,
-                            "batch: sequence %d has positions up to %" PRId64 " in %d pages", s, end,
-                            seq->n_pages);
+                            "batch: sequence %d has positions up to %" PRId64 " in %d pages", s,
+                            end, seq->n_pages);
         }
     }
     if (next != batch->n_rows) {
@@ -264,6 +265,10 @@ static const struct qkv_backend cpu_backend = {
     .kv_destroy = qkv_cpu_kv_destroy,
     .kv_bytes = qkv_cpu_kv_bytes,
     .kv_set_scales = qkv_cpu_kv_set_scales,
+    .kv_counts = qkv_cpu_kv_counts,
+    .kv_counts_reset = qkv_cpu_kv_counts_reset,
+    .kv_observe = qkv_cpu_kv_observe,
+    .kv_histogram = qkv_cpu_kv_histogram,
     .kv_zero = qkv_cpu_kv_zero,
     .begin = begin_batch,
     .embed = qkv_cpu_embed,
@@ -271,6 +276,8 @@ static const struct qkv_backend cpu_backend = {
     .attention = qkv_cpu_attention,
     .norm_add = qkv_cpu_norm_add,
     .sample = qkv_cpu_sample,
+    .copy_rows = qkv_cpu_copy_rows,
+    .divergence = qkv_cpu_divergence,
     .sync = sync_device,
 };
 

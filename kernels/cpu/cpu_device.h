@@ -1,6 +1,7 @@
 /* What the files of the CPU backend share: the device, its buffers, its scratch memory.
- * cpu_backend.c fills the vtable; cpu_linear.c, cpu_attention.c, cpu_kv.c, cpu_sample.c hold the
- * operations: each cuts its work over threads and calls the instruction set's table (ops.h). */
+ * cpu_backend.c fills the vtable; cpu_linear.c, cpu_attention.c, cpu_kv.c, cpu_sample.c and
+ * cpu_score.c hold the operations: each cuts its work over threads and calls the instruction set's
+ * table. */
 #ifndef QKV_CPU_CPU_DEVICE_H
 #define QKV_CPU_CPU_DEVICE_H
 
@@ -78,6 +79,16 @@ size_t qkv_cpu_kv_bytes(const struct qkv_kv *kv);
 enum qkv_status qkv_cpu_kv_set_scales(struct qkv_error *err, struct qkv_device *dev,
                                       struct qkv_kv *kv, int32_t layer, const float *k_scale,
                                       const float *v_scale);
+enum qkv_status qkv_cpu_kv_counts(struct qkv_error *err, struct qkv_device *dev,
+                                  const struct qkv_kv *kv, int32_t layer, struct qkv_kv_counts *k,
+                                  struct qkv_kv_counts *v);
+enum qkv_status qkv_cpu_kv_counts_reset(struct qkv_error *err, struct qkv_device *dev,
+                                        struct qkv_kv *kv);
+enum qkv_status qkv_cpu_kv_observe(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
+                                   bool on);
+enum qkv_status qkv_cpu_kv_histogram(struct qkv_error *err, struct qkv_device *dev,
+                                     const struct qkv_kv *kv, int32_t layer, int32_t head,
+                                     bool values, uint64_t *counts);
 enum qkv_status qkv_cpu_kv_zero(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
                                 const int32_t *pages, int32_t n_pages);
 /* QKV_OK if this build attends over these formats. */
@@ -93,5 +104,15 @@ enum qkv_status qkv_cpu_sample(struct qkv_error *err, struct qkv_device *dev,
                                const struct qkv_buffer *logits, int32_t n_vocab,
                                const struct qkv_sample_row *rows, int32_t n,
                                const struct qkv_sample_out *out);
+
+/* cpu_score.c: rows of hidden states kept, rows of logits compared */
+enum qkv_status qkv_cpu_copy_rows(struct qkv_error *err, struct qkv_device *dev,
+                                  struct qkv_buffer *dst, int32_t dst_first,
+                                  const struct qkv_buffer *src, const int32_t *rows, int32_t n,
+                                  int32_t dim);
+enum qkv_status qkv_cpu_divergence(struct qkv_error *err, struct qkv_device *dev,
+                                   const struct qkv_buffer *logits, int32_t n_vocab,
+                                   const struct qkv_divergence_pair *pairs, int32_t n,
+                                   const struct qkv_divergence_out *out);
 
 #endif

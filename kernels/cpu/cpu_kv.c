@@ -49,13 +49,12 @@ void qkv_cpu_rope_destroy(struct qkv_device *dev, struct qkv_rope *rope)
             break;
         }
     }
-    dev->allocator.free(dev->allocator.ctx, rope->inv_freq,
-                        (size_t)rope->n_pairs * sizeof(float));
+    dev->allocator.free(dev->allocator.ctx, rope->inv_freq, (size_t)rope->n_pairs * sizeof(float));
     free(rope);
 }
 
-/* The angle is an fp32 product as the reference models have it; its cosine and sine come from double
- * precision, so that they do not depend on a vector library. */
+/* The angle is an fp32 product as the reference models have it; its cosine and sine come from
+ * double precision, so that they do not depend on a vector library. */
 static void rope_rows(void *ctx, size_t begin, size_t end, int thread)
 {
     const struct qkv_device *dev = ctx;
@@ -174,14 +173,16 @@ static enum qkv_status layer_create(struct qkv_error *err, struct qkv_device *de
     layer->k_page_bytes = QKV_PAGE_TOKENS * qkv_kv_row_bytes(desc->k_format, layer->k_pad);
     layer->v_page_bytes = QKV_PAGE_TOKENS * qkv_kv_row_bytes(desc->v_format, layer->v_pad);
     uint64_t total = 0;
-    if (!qkv_mul_size(n_heads * (layer->k_page_bytes + layer->v_page_bytes),
-                      (uint64_t)kv->n_pages, &total) ||
+    if (!qkv_mul_size(n_heads * (layer->k_page_bytes + layer->v_page_bytes), (uint64_t)kv->n_pages,
+                      &total) ||
         total > SIZE_MAX / 2) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "KV pool: %d pages are more bytes than a size holds",
                         kv->n_pages);
     }
     QKV_TRY(qkv_calloc(err, n_heads, sizeof(float), (void **)&layer->k_scale));
     QKV_TRY(qkv_calloc(err, n_heads, sizeof(float), (void **)&layer->v_scale));
+    QKV_TRY(qkv_calloc(err, (size_t)kv->n_threads * 2 * n_heads, sizeof *layer->counts,
+                       (void **)&layer->counts));
     for (size_t i = 0; i < n_heads; i++) {
         layer->k_scale[i] = 1.0f;
         layer->v_scale[i] = 1.0f;
@@ -202,6 +203,7 @@ enum qkv_status qkv_cpu_kv_create(struct qkv_error *err, struct qkv_device *dev,
     struct qkv_kv *kv = NULL;
     QKV_TRY(qkv_calloc(err, 1, sizeof *kv, (void **)&kv));
     kv->n_pages = desc->n_pages;
+    kv->n_threads = qkv_threads_count(dev->threads);
     enum qkv_status status =
         qkv_calloc(err, (size_t)desc->n_layers, sizeof *kv->layers, (void **)&kv->layers);
     for (int32_t i = 0; status == QKV_OK && i < desc->n_layers; i++) {
@@ -231,6 +233,8 @@ void qkv_cpu_kv_destroy(struct qkv_device *dev, struct qkv_kv *kv)
         }
         free(layer->k_scale);
         free(layer->v_scale);
+        free(layer->counts);
+        free(layer->histograms);
     }
     free(kv->layers);
     free(kv);
@@ -243,6 +247,16 @@ size_t qkv_cpu_kv_bytes(const struct qkv_kv *kv)
         n_bytes += layer_k_bytes(kv, &kv->layers[i]) + layer_v_bytes(kv, &kv->layers[i]);
     }
     return n_bytes;
+}
+
+static enum qkv_status check_layer(struct qkv_error *err, const char *what, const struct qkv_kv *kv,
+                                   int32_t layer)
+{
+    if (layer < 0 || layer >= kv->n_layers) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: layer %d, the pool has %d", what, layer,
+                        kv->n_layers);
+    }
+    return QKV_OK;
 }
 
 static enum qkv_status check_scales(struct qkv_error *err, int32_t layer, const char *which,
@@ -268,16 +282,95 @@ enum qkv_status qkv_cpu_kv_set_scales(struct qkv_error *err, struct qkv_device *
                                       const float *v_scale)
 {
     (void)dev;
-    if (layer < 0 || layer >= kv->n_layers) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "KV scales: layer %d, the pool has %d", layer,
-                        kv->n_layers);
-    }
+    QKV_TRY(check_layer(err, "KV scales", kv, layer));
     struct qkv_cpu_kv_layer *to = &kv->layers[layer];
     int32_t n = to->desc.n_kv_heads;
     QKV_TRY(check_scales(err, layer, "k_scale", to->desc.k_format, k_scale, n));
     QKV_TRY(check_scales(err, layer, "v_scale", to->desc.v_format, v_scale, n));
     memcpy(to->k_scale, k_scale, (size_t)n * sizeof(float));
     memcpy(to->v_scale, v_scale, (size_t)n * sizeof(float));
+    return QKV_OK;
+}
+
+/* ---- what was stored ---- */
+
+/* Sums and maxima: the same whichever thread stored what. */
+static void add_counts(struct qkv_kv_counts *sum, const struct qkv_kv_counts *counts)
+{
+    sum->n_values += counts->n_values;
+    sum->n_clipped += counts->n_clipped;
+    sum->n_flushed += counts->n_flushed;
+    sum->amax = counts->amax > sum->amax ? counts->amax : sum->amax;
+}
+
+enum qkv_status qkv_cpu_kv_counts(struct qkv_error *err, struct qkv_device *dev,
+                                  const struct qkv_kv *kv, int32_t layer, struct qkv_kv_counts *k,
+                                  struct qkv_kv_counts *v)
+{
+    (void)dev;
+    QKV_TRY(check_layer(err, "KV counts", kv, layer));
+    const struct qkv_cpu_kv_layer *from = &kv->layers[layer];
+    int32_t n_heads = from->desc.n_kv_heads;
+    memset(k, 0, (size_t)n_heads * sizeof *k);
+    memset(v, 0, (size_t)n_heads * sizeof *v);
+    for (int32_t t = 0; t < kv->n_threads; t++) {
+        const struct qkv_kv_counts *counts = qkv_cpu_kv_counts_of(from, t);
+        for (int32_t h = 0; h < n_heads; h++) {
+            add_counts(&k[h], &counts[h]);
+            add_counts(&v[h], &counts[n_heads + h]);
+        }
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cpu_kv_counts_reset(struct qkv_error *err, struct qkv_device *dev,
+                                        struct qkv_kv *kv)
+{
+    (void)err;
+    (void)dev;
+    for (int32_t l = 0; l < kv->n_layers; l++) {
+        struct qkv_cpu_kv_layer *layer = &kv->layers[l];
+        size_t n = (size_t)kv->n_threads * 2 * (size_t)layer->desc.n_kv_heads;
+        memset(layer->counts, 0, n * sizeof *layer->counts);
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cpu_kv_observe(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
+                                   bool on)
+{
+    (void)dev;
+    for (int32_t l = 0; on && l < kv->n_layers; l++) {
+        struct qkv_cpu_kv_layer *layer = &kv->layers[l];
+        size_t n = 2 * (size_t)layer->desc.n_kv_heads * QKV_KV_HISTOGRAM_BINS;
+        if (layer->histograms == NULL) {
+            QKV_TRY(qkv_calloc(err, n, sizeof *layer->histograms, (void **)&layer->histograms));
+        } else {
+            memset(layer->histograms, 0, n * sizeof *layer->histograms);
+        }
+    }
+    kv->observed = on;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cpu_kv_histogram(struct qkv_error *err, struct qkv_device *dev,
+                                     const struct qkv_kv *kv, int32_t layer, int32_t head,
+                                     bool values, uint64_t *counts)
+{
+    (void)dev;
+    QKV_TRY(check_layer(err, "KV histogram", kv, layer));
+    const struct qkv_cpu_kv_layer *from = &kv->layers[layer];
+    int32_t n_heads = from->desc.n_kv_heads;
+    if (head < 0 || head >= n_heads) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "KV histogram: head %d, layer %d has %d", head,
+                        layer, n_heads);
+    }
+    if (from->histograms == NULL) {
+        return qkv_fail(err, QKV_ERR_STATE, "KV histogram: the pool was never observed");
+    }
+    memcpy(counts,
+           from->histograms + (size_t)(values ? n_heads + head : head) * QKV_KV_HISTOGRAM_BINS,
+           QKV_KV_HISTOGRAM_BINS * sizeof *counts);
     return QKV_OK;
 }
 

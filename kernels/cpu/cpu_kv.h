@@ -7,8 +7,8 @@
 
 #include "backend/backend.h"
 
-/* One layer of a pool. A page of one head holds 16 tokens in the layout of its format (body_kv.inc);
- * the heads of a page lie one after the other: [n_pages, n_kv_heads, page_bytes]. */
+/* One layer of a pool. A page of one head holds 16 tokens in the layout of its format
+ * (body_kv.inc); the heads of a page lie one after the other: [n_pages, n_kv_heads, page_bytes]. */
 struct qkv_cpu_kv_layer {
     struct qkv_kv_layer desc;
     int32_t k_pad; /* k_dim and v_dim rounded up to QKV_ATTN_PAD */
@@ -19,11 +19,15 @@ struct qkv_cpu_kv_layer {
     uint8_t *v;
     float *k_scale; /* [n_kv_heads] */
     float *v_scale;
+    struct qkv_kv_counts *counts; /* [n_threads, 2 * n_kv_heads]: of K, then of V */
+    uint64_t *histograms; /* [2 * n_kv_heads, QKV_KV_HISTOGRAM_BINS], NULL if never observed */
 };
 
 struct qkv_kv {
     int32_t n_layers;
     int32_t n_pages;
+    int32_t n_threads;               /* of the device */
+    bool observed;                   /* now */
     struct qkv_cpu_kv_layer *layers; /* [n_layers] */
 };
 
@@ -36,6 +40,12 @@ struct qkv_rope {
     float *batch_cos; /* [n_rows, n_pairs] of the current batch, in scratch memory */
     float *batch_sin;
 };
+
+static inline struct qkv_kv_counts *qkv_cpu_kv_counts_of(const struct qkv_cpu_kv_layer *layer,
+                                                         int32_t thread)
+{
+    return layer->counts + (size_t)thread * 2 * (size_t)layer->desc.n_kv_heads;
+}
 
 static inline size_t qkv_cpu_kv_k_offset(const struct qkv_cpu_kv_layer *layer, int32_t page,
                                          int32_t head)

@@ -43,13 +43,17 @@ static void test_page_layout(void)
         static float k32[PAGE * DIM], v32[PAGE * DIM], k_load[PAGE * DIM], v_load[PAGE * DIM];
         for (int slot = PAGE - 1; slot >= 0; slot--) {
             float x[DIM];
+            struct qkv_kv_counts counts = {0};
+            float amax = 0.0f;
             for (int i = 0; i < DIM; i++) {
-                x[i] = sinf((float)(slot * DIM + i)) * 100.0f;
+                x[i] = sinf((float)(slot * DIM + i)) * 50.0f;
+                amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
             }
-            bf16->store_k(k16, slot, x, DIM, 0.5f);
-            bf16->store_v(v16, slot, x, DIM, 0.5f);
-            f32->store_k(k32, slot, x, DIM, 0.5f);
-            f32->store_v(v32, slot, x, DIM, 0.5f);
+            bf16->store_k(k16, slot, x, DIM, 1.0f, &counts);
+            bf16->store_v(v16, slot, x, DIM, 1.0f, &counts);
+            f32->store_k(k32, slot, x, DIM, 1.0f, &counts);
+            f32->store_v(v32, slot, x, DIM, 1.0f, &counts);
+            CHECK_EQ_FLOAT(counts.amax, amax);
         }
         bf16->load_k_f32(k16, DIM, k_load);
         bf16->load_v_f32(v16, DIM, v_load);
