@@ -23,6 +23,13 @@ static const struct qkv_tensor *gguf_tensor(const struct qkv_source *source, con
     return source->gguf == NULL ? NULL : qkv_weights_find(source->weights, name);
 }
 
+static bool is_null(const struct qkv_source *source, const char *key)
+{
+    const struct qkv_json_node *node =
+        source->gguf == NULL ? qkv_json_find(source->object, key) : NULL;
+    return node != NULL && node->type == QKV_JSON_NULL;
+}
+
 static enum qkv_status need_int(struct qkv_error *err, const struct qkv_source *source,
                                 struct qkv_key key, int32_t max, int32_t *out)
 {
@@ -79,7 +86,9 @@ static enum qkv_status read_heads(struct qkv_error *err, const struct qkv_source
 {
     QKV_TRY(need_int(err, source, KEY("num_attention_heads", "attention.head_count"), HEADS_MAX,
                      &out->n_heads));
-    const bool has_default = source->gguf == NULL && defaults->n_kv_heads != 0;
+    /* null says "as many as heads", absence the class's default */
+    const bool has_default = source->gguf == NULL && defaults->n_kv_heads != 0 &&
+                             !is_null(source, "num_key_value_heads");
     out->n_kv_heads = has_default ? defaults->n_kv_heads : out->n_heads;
     QKV_TRY(qkv_source_int(err, source, KEY("num_key_value_heads", "attention.head_count_kv"), 1,
                            HEADS_MAX, &out->n_kv_heads));
@@ -222,9 +231,7 @@ enum qkv_status qkv_arch_layer_types(struct qkv_error *err, const struct qkv_sou
 enum qkv_status qkv_arch_window(struct qkv_error *err, const struct qkv_source *source,
                                 int32_t window, int32_t *out)
 {
-    const struct qkv_json_node *node =
-        source->gguf == NULL ? qkv_json_find(source->object, "sliding_window") : NULL;
-    int32_t value = node != NULL && node->type == QKV_JSON_NULL ? 0 : window;
+    int32_t value = is_null(source, "sliding_window") ? 0 : window;
     QKV_TRY(qkv_source_int(err, source, KEY("sliding_window", "attention.sliding_window"), 1,
                            POSITIONS_MAX, &value));
     *out = value;

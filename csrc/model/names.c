@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "base/mem.h"
+#include "model/kv_scales.h"
 
 struct part_names {
     const char *hf;
@@ -219,9 +220,13 @@ static bool is_derived(const char *name)
            ends_with(name, "rotary_emb.sin_cached");
 }
 
-static const char *const KV_SCALE_ENDS[] = {"k_scale",      "v_scale",      "kv_scale",
-                                            "k_zero_point", "v_zero_point", "output_scale",
-                                            "q_scale",      "prob_scale"};
+/* Bound and checked by kv_scales.c. */
+static bool is_kv_scale(const struct binder *binder, const char *name)
+{
+    return qkv_weights_container(binder->weights) == QKV_CONTAINER_SAFETENSORS &&
+           qkv_kv_scale_named(name);
+}
+
 static const char *const QUANT_ENDS[] = {"weight_scale", "weight_scale_inv", "input_scale",
                                          "qweight",      "qzeros",           "scales",
                                          "g_idx",        "weight_packed",    "weight_scale_2"};
@@ -250,16 +255,10 @@ static enum qkv_status check_left_over(struct qkv_error *err, struct binder *bin
     size_t n_left = 0;
     for (size_t i = 0; i < qkv_weights_count(binder->weights); i++) {
         const struct qkv_tensor *tensor = qkv_weights_at(binder->weights, i);
-        if (is_derived(tensor->name) ||
+        if (is_derived(tensor->name) || is_kv_scale(binder, tensor->name) ||
             (binder->n_used != 0 && bsearch(&tensor, binder->used, binder->n_used,
                                             sizeof *binder->used, compare_pointers) != NULL)) {
             continue;
-        }
-        if (ends_with_any(tensor->name, KV_SCALE_ENDS,
-                          sizeof KV_SCALE_ENDS / sizeof *KV_SCALE_ENDS)) {
-            return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                            "%s: scales of a quantized KV cache in a checkpoint are not supported",
-                            tensor->name);
         }
         if (ends_with_any(tensor->name, QUANT_ENDS, sizeof QUANT_ENDS / sizeof *QUANT_ENDS)) {
             return qkv_fail(err, QKV_ERR_UNSUPPORTED,
@@ -292,6 +291,9 @@ enum qkv_status qkv_bind_model(struct qkv_error *err, const struct qkv_weights *
     const size_t capacity = qkv_weights_count(weights);
     void *parts = NULL;
     void *used = NULL;
+    struct qkv_kv_scales kv_scales;
+    QKV_TRY(qkv_kv_scales_read(err, weights, config, &kv_scales));
+    qkv_kv_scales_free(&kv_scales); /* here they only have to be sound */
     QKV_TRY(qkv_calloc(err, n_rows * QKV_PART_COUNT, sizeof *out->parts, &parts));
     enum qkv_status status = qkv_calloc(err, capacity + 1, sizeof(struct qkv_tensor *), &used);
     struct qkv_bound bound = {.parts = parts};

@@ -161,11 +161,18 @@ static enum qkv_status read_json_rope(struct qkv_error *err, const struct qkv_so
     QKV_TRY(find_parameters(err, source, layer_type, &params));
     const struct qkv_json_node *scaling =
         scaled ? qkv_json_find(source->object, "rope_scaling") : NULL;
-    const bool has_scaling = scaling != NULL && scaling->type != QKV_JSON_NULL;
-    if (has_scaling && scaling->type != QKV_JSON_OBJECT) {
+    if (scaling != NULL && scaling->type != QKV_JSON_NULL && scaling->type != QKV_JSON_OBJECT) {
         return qkv_fail(err, QKV_ERR_CHECKPOINT,
                         "config.json: rope_scaling: %s, must be an object or null",
                         qkv_json_type_name(scaling->type));
+    }
+    /* An object that says something goes before rope_parameters; per type of layer, it is added. */
+    const bool has_scaling =
+        scaling != NULL && scaling->type == QKV_JSON_OBJECT && scaling->count != 0;
+    if (has_scaling && params != NULL && layer_type != NULL) {
+        const struct qkv_source both = {.object = params,
+                                        .object_name = "config.json: rope_parameters"};
+        QKV_TRY(read_theta(err, &both, KEY("rope_theta", NULL), rope));
     }
     const struct qkv_source inner = {
         .object = has_scaling ? scaling : params,

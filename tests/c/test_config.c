@@ -131,6 +131,8 @@ static void test_rope_forms(void)
     }
     PARSE(config[0], {"rope_scaling", "{\"type\": \"linear\", \"factor\": 2}"});
     CHECK_EQ_INT(config[0].ropes[0].scaling, QKV_SCALING_LINEAR);
+    PARSE(config[0], {"rope_scaling", "{}"}, {"rope_parameters", "{\"rope_theta\": 3}"});
+    CHECK_EQ_FLOAT(config[0].ropes[0].theta, 3);
     PARSE(config[0], {"rope_scaling", "null"}, {"rope_parameters", "null"});
     CHECK_EQ_INT(config[0].ropes[0].scaling, QKV_SCALING_NONE);
 
@@ -161,6 +163,8 @@ static void test_mistral_windows(void)
           {"num_key_value_heads", NULL});
     CHECK_EQ_INT(config.layers[0].window, 48);
     CHECK_EQ_INT(config.n_kv_heads, 8);
+    PARSE(config, mistral, {"num_key_value_heads", "null"});
+    CHECK_EQ_INT(config.n_kv_heads, 4);
 }
 
 static void test_qwen_windows(void)
