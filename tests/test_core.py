@@ -40,7 +40,7 @@ def engine(path: Path) -> Iterator[_core.Engine]:
 
 
 def run_dry(engine: _core.Engine) -> list[_core.Step]:
-    steps = []
+    steps: list[_core.Step] = []
     while True:
         step = engine.step()
         if step.n_rows == 0:
@@ -66,9 +66,10 @@ def test_exceptions() -> None:
 
 
 def test_types_cannot_be_changed_or_subclassed() -> None:
-    for kind in (_core.Engine, _core.Checkpoint):
+    kinds: tuple[Any, ...] = (_core.Engine, _core.Checkpoint)
+    for kind in kinds:
         with pytest.raises(TypeError):
-            kind.extra = 1  # type: ignore[attr-defined]
+            kind.extra = 1
         with pytest.raises(TypeError):
             type("Child", (kind,), {})
 
@@ -205,8 +206,9 @@ def lanes(n_layers: int = 2, kv: str = "bf16") -> list[list[tuple[str, str]]]:
 def test_bad_options(
     path: Path, options: dict[str, Any], kind: type[Exception], words: str
 ) -> None:
+    given: dict[str, Any] = {"kv_formats": lanes(), "kv_tokens": 64} | options
     with pytest.raises(kind, match=words):
-        _core.Engine(str(path), **({"kv_formats": lanes(), "kv_tokens": 64} | options))
+        _core.Engine(str(path), **given)
 
 
 def test_missing_options(path: Path) -> None:
