@@ -3,6 +3,7 @@
 
 #include "io/gguf.h"
 #include "io/weights.h"
+#include "model/kv_scales.h"
 #include "py/module.h"
 #include "py/npy.h"
 #include "quant/codec.h"
@@ -283,6 +284,64 @@ static PyObject *checkpoint_model_config(PyObject *object, PyObject *unused)
     return result;
 }
 
+static PyObject *build_kv_scales(const struct qkv_kv_scales *scales)
+{
+    PyObject *list = PyList_New((Py_ssize_t)scales->n);
+    for (size_t i = 0; list != NULL && i < scales->n; i++) {
+        const struct qkv_kv_scale *item = &scales->items[i];
+        PyObject *name = qkv_py_text(item->tensor);
+        PyObject *values = qkv_npy_copy_1d(NPY_FLOAT32, item->n_values, item->values);
+        PyObject *tuple = NULL;
+        if (name != NULL && values != NULL) {
+            tuple = Py_BuildValue("(isOO)", (int)item->layer, qkv_kv_scale_kind_name(item->kind),
+                                  name, values);
+        }
+        Py_XDECREF(name);
+        Py_XDECREF(values);
+        if (tuple == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, tuple);
+    }
+    return list;
+}
+
+/* A config that is not supported (quantized weights, another architecture) does not hide the
+ * scales: they can be listed before the model can be loaded. */
+static PyObject *checkpoint_kv_scales(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    struct qkv_weights *weights = enter(object);
+    if (weights == NULL) {
+        return NULL;
+    }
+    struct qkv_error err;
+    PyObject *result = NULL;
+    struct qkv_model_config *config = PyMem_Calloc(1, sizeof *config);
+    if (config == NULL) {
+        (void)PyErr_NoMemory();
+        leave(object);
+        return NULL;
+    }
+    enum qkv_status status = qkv_model_config_read(&err, weights, config);
+    if (status == QKV_OK || status == QKV_ERR_UNSUPPORTED) {
+        struct qkv_kv_scales scales;
+        const struct qkv_model_config *known = status == QKV_OK ? config : NULL;
+        status = qkv_kv_scales_read(&err, weights, known, &scales);
+        if (status == QKV_OK) {
+            result = build_kv_scales(&scales);
+            qkv_kv_scales_free(&scales);
+        }
+    }
+    if (status != QKV_OK) {
+        (void)qkv_py_raise(qkv_py_state_of(object), &err);
+    }
+    PyMem_Free(config);
+    leave(object);
+    return result;
+}
+
 static PyObject *dequantize_tensor(PyObject *object, const struct qkv_tensor *tensor)
 {
     npy_intp shape[QKV_DIMS_MAX];
@@ -338,6 +397,16 @@ static PyMethodDef checkpoint_methods[] = {
     {"model_config", checkpoint_model_config, METH_NOARGS,
      "model_config($self)\n--\n\nThe validated numbers of csrc/model/config.h; raises as loading "
      "would."},
+    {"kv_scales", checkpoint_kv_scales, METH_NOARGS,
+     "kv_scales($self)\n--\n\n(layer, kind, tensor, values [1] or [n_heads] float32) of every\n"
+     "KV-cache scale in the files, by layer. \"k\" and \"v\" can be applied (a kv_scale stands\n"
+     "there as both); \"q\", \"prob\", \"k_zero_point\", \"v_zero_point\", \"q_zero_point\",\n"
+     "\"k_bias\", \"v_bias\" (zero, all of them) and \"unset\" (-1) are only listed.\n\n"
+     "CheckpointError: one binds to no layer, is misshapen or no scale, two contradict each "
+     "other,\n"
+     "K's or V's or those of a layer are missing. UnsupportedError: a zero point or bias that is\n"
+     "not zero. Where the config is not supported, layers and heads are only checked against each\n"
+     "other."},
     {"dequantize", checkpoint_dequantize, METH_O,
      "dequantize($self, name, /)\n--\n\nA tensor as float32 by the scalar codec, in its shape.\n\n"
      "KeyError: no such tensor. UnsupportedError: its format has no codec."},
