@@ -158,7 +158,7 @@ def test_every_header_length_of_safetensors(tiny: Callable[..., Path], tmp_path:
     ("change", "name"),
     [
         ({"num_attention_heads": 0}, "num_attention_heads"),
-        ({"num_key_value_heads": 3}, "multiple of 3 key/value heads"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"vocab_size": "many"}, "vocab_size"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
