@@ -310,6 +310,27 @@ def test_hook(engine: qkv.Engine) -> None:
     assert outputs[2].scores == {}
 
 
+def test_interrupt_keeps_what_was_finished(engine: qkv.Engine) -> None:
+    """Here it comes in the hook of the fourth row; that row is kept, too."""
+    seen: list[int] = []
+
+    def hook(output: qkv.RequestOutput) -> None:
+        seen.append(output.index)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        generate(engine, [[1, i] for i in range(40)], on_finish=hook)
+    kept = engine.interrupted
+    assert caught.value.outputs is kept  # type: ignore[attr-defined]
+    assert [output.index for output in kept] == sorted(output.index for output in kept)
+    assert set(seen) <= {output.index for output in kept} and len(kept) < 40
+    assert all(len(output.token_ids) == 6 for output in kept)
+    assert not engine._seqs
+    same(generate(engine, [[1, kept[0].index]])[0], kept[0])
+    assert engine.interrupted == []
+
+
 def test_hook_may_use_the_engine(engine: qkv.Engine) -> None:
     def hook(output: qkv.RequestOutput) -> dict[str, Any]:
         return {"again": generate(engine, [[1, 2]])[0].text}

@@ -194,8 +194,8 @@ class Engine:
             for layer in range(len(lane.layers))
         ]
 
-    def memory(self) -> dict[str, int]:
-        """Bytes held: weights, activations, kv, scratch."""
+    def memory(self) -> dict[str, Any]:
+        """Bytes held: weights, activations, kv (all lanes), scratch."""
         return dict(self._core.memory())
 
     def __repr__(self) -> str:

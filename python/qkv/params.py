@@ -111,7 +111,8 @@ class SamplingParams:
                          those with at least min_p times the best one's probability
     n                    samples of each prompt (greedy ones are all the same)
     seed                 64 bits; None: derived from the prompt and its key, so that a row gives the
-                         same text wherever it stands in a batch
+                         same text wherever it stands in a batch (and the same prompt twice the
+                         same text twice: n or keys make them differ)
     stop                 strings that end the output; the text is cut before them
     stop_token_ids       token ids that do so, besides the model's own
     ignore_eos           go on after the model's end-of-text token
