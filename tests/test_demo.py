@@ -68,6 +68,7 @@ def test_gsm8k() -> None:
         tasks.load("gsm9k")
 
 
+@pytest.mark.slow
 def test_answers(demo_model: Path) -> None:
     params = qkv.SamplingParams(max_tokens=24, temperature=0)
     with qkv.Engine(demo_model, kv_tokens=4096) as engine:
@@ -82,6 +83,7 @@ def test_answers(demo_model: Path) -> None:
         assert "<|im_" not in answer.text
 
 
+@pytest.mark.slow
 def test_quickstart_notebook(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cells run from top to bottom; it is kept without outputs."""
     monkeypatch.setenv("QKV_CACHE", str(demo_model.parent))
