@@ -3,9 +3,12 @@
 #include <string.h>
 
 static const struct qkv_kv_format_traits traits[QKV_KV_FORMAT_COUNT] = {
-#define QKV_KV_FORMAT(id, name_, code_bits_, block_, scale_bits_)                                  \
-    [QKV_KV_##id] = {                                                                              \
-        .name = name_, .code_bits = code_bits_, .block = block_, .scale_bits = scale_bits_},
+#define QKV_KV_FORMAT(id, name_, code_bits_, block_, scale_bits_, layer_scale_)                    \
+    [QKV_KV_##id] = {.name = name_,                                                                \
+                     .code_bits = code_bits_,                                                      \
+                     .block = block_,                                                              \
+                     .scale_bits = scale_bits_,                                                    \
+                     .layer_scale = layer_scale_},
 #include "kv/kv_formats.def"
 };
 
@@ -27,21 +30,21 @@ enum qkv_kv_format qkv_kv_format_from_name(const char *name)
     return QKV_KV_FORMAT_COUNT;
 }
 
-static size_t bits_to_bytes(size_t n_bits)
+size_t qkv_kv_code_bytes(enum qkv_kv_format format, int32_t head_dim)
 {
-    return (n_bits + 7) / 8;
+    return ((size_t)head_dim * (size_t)traits[format].code_bits + 7) / 8;
+}
+
+size_t qkv_kv_n_blocks(enum qkv_kv_format format, int32_t head_dim)
+{
+    size_t block = (size_t)traits[format].block;
+    return block == 0 ? 0 : ((size_t)head_dim + block - 1) / block;
 }
 
 size_t qkv_kv_row_bytes(enum qkv_kv_format format, int32_t head_dim)
 {
-    const struct qkv_kv_format_traits *t = &traits[format];
-    size_t n_elems = (size_t)head_dim;
-    size_t n_bytes = bits_to_bytes(n_elems * (size_t)t->code_bits);
-    if (t->block != 0) {
-        size_t n_blocks = (n_elems + (size_t)t->block - 1) / (size_t)t->block;
-        n_bytes += bits_to_bytes(n_blocks * (size_t)t->scale_bits);
-    }
-    return n_bytes;
+    size_t scale_bits = qkv_kv_n_blocks(format, head_dim) * (size_t)traits[format].scale_bits;
+    return qkv_kv_code_bytes(format, head_dim) + (scale_bits + 7) / 8;
 }
 
 size_t qkv_kv_token_bytes(const struct qkv_kv_layer *layers, int32_t n_layers)

@@ -2,6 +2,7 @@
 #ifndef QKV_KV_KV_FORMATS_H
 #define QKV_KV_KV_FORMATS_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -19,6 +20,7 @@ struct qkv_kv_format_traits {
     int32_t code_bits;
     int32_t block;      /* elements along head_dim per stored scale; 0: none */
     int32_t scale_bits; /* per block */
+    bool layer_scale;   /* whether k_scale and v_scale apply; else they are 1 */
 };
 
 const struct qkv_kv_format_traits *qkv_kv_format_traits(enum qkv_kv_format format);
@@ -26,7 +28,11 @@ const struct qkv_kv_format_traits *qkv_kv_format_traits(enum qkv_kv_format forma
 /* QKV_KV_FORMAT_COUNT if there is none. Takes "bfloat16" for "bf16". */
 enum qkv_kv_format qkv_kv_format_from_name(const char *name);
 
-/* Bytes of one token of one head of one of K or V, scales included. */
+/* Bytes of the codes, and number of scale bytes, of one token of one head of one of K or V. */
+size_t qkv_kv_code_bytes(enum qkv_kv_format format, int32_t head_dim);
+size_t qkv_kv_n_blocks(enum qkv_kv_format format, int32_t head_dim);
+
+/* The two together. */
 size_t qkv_kv_row_bytes(enum qkv_kv_format format, int32_t head_dim);
 
 /* What one layer of a pool stores. K and V may differ. */
