@@ -89,3 +89,28 @@ def test_fixture_file(fixtures_dir: Path, case: str) -> None:
     checkpoint.close()
     wanted = {"F16", "BF16", "Q5_1", "Q4_K", "Q5_K", "Q6_K"} if "mixed" in case else {"Q4_K"}
     assert wanted <= checked
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "n_bytes"),
+    [
+        ("bf16", 128, 256),
+        ("bfloat16", 0, 0),
+        ("fp8_e4m3", 80, 80),
+        ("fp8_e5m2", 128, 128),
+        ("mxfp8", 128, 132),
+        ("mxfp8", 33, 33 + 2),
+        ("nvfp4", 128, 64 + 8),
+        ("fp4_mx_block16", 576, 324),
+        ("fp4_mx_block16", 17, 9 + 2),
+    ],
+)
+def test_bytes_of_a_kv_row(name: str, dim: int, n_bytes: int) -> None:
+    assert _core.kv_row_bytes(name, dim) == n_bytes
+
+
+def test_bytes_of_no_kv_row() -> None:
+    with pytest.raises(ValueError, match="fp7"):
+        _core.kv_row_bytes("fp7", 1)
+    with pytest.raises(ValueError, match="-1"):
+        _core.kv_row_bytes("bf16", -1)

@@ -66,6 +66,26 @@ static PyObject *list_kv_formats(PyObject *module, PyObject *unused)
     return list;
 }
 
+static PyObject *kv_row_bytes(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *name = NULL;
+    int dim = 0;
+    if (!PyArg_ParseTuple(args, "si:kv_row_bytes", &name, &dim)) {
+        return NULL;
+    }
+    enum qkv_kv_format format = qkv_kv_format_from_name(name);
+    if (format == QKV_KV_FORMAT_COUNT) {
+        PyErr_Format(PyExc_ValueError, "format: '%s', must be one of kv_formats()", name);
+        return NULL;
+    }
+    if (dim < 0) {
+        PyErr_Format(PyExc_ValueError, "dim: %d, must not be negative", dim);
+        return NULL;
+    }
+    return PyLong_FromSize_t(qkv_kv_row_bytes(format, dim));
+}
+
 static PyObject *threads_available(PyObject *module, PyObject *unused)
 {
     (void)module;
@@ -165,6 +185,9 @@ PyMethodDef qkv_py_codec_methods[] = {
     {"kv_formats", list_kv_formats, METH_NOARGS,
      "kv_formats()\n--\n\nKV-cache formats: (name, bits per element for a head of 128, scales "
      "included)."},
+    {"kv_row_bytes", kv_row_bytes, METH_VARARGS,
+     "kv_row_bytes(format, dim, /)\n--\n\nBytes of one token of one head of K or V with dim "
+     "channels, block scales included.\n\nValueError: unknown format, negative dim."},
     {"threads_available", threads_available, METH_NOARGS,
      "threads_available()\n--\n\nProcessors that this process may use: affinity and cgroup quota "
      "count."},

@@ -188,6 +188,9 @@ def formats() -> list[tuple[str, bool]]:
 def kv_formats() -> list[tuple[str, float]]:
     """(KV format, bits per element for a head of 128)."""
 
+def kv_row_bytes(format: str, dim: int, /) -> int:
+    """Of one token of one head of K or V, block scales included."""
+
 def threads_available() -> int: ...
 def dequantize(format: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Blocks of a weight format as float32, by the scalar codec."""
