@@ -48,6 +48,10 @@ static inline vf vf_fma(vf a, vf b, vf c)
 {
     return _mm256_fmadd_ps(a, b, c);
 }
+static inline vf vf_fma_exact(vf a, vf b, vf c)
+{
+    return _mm256_fmadd_ps(a, b, c);
+}
 static inline vf vf_max(vf a, vf b)
 {
     return _mm256_max_ps(a, b);
@@ -159,6 +163,145 @@ static inline vf vi_i4(vi a, int shift)
 {
     __m256i code = _mm256_slli_epi32(a, 28 - shift);
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(code, 28));
+}
+
+typedef __m256i vc;
+
+/* 16-bit lanes out of tables of their low and high bytes; the index is in a lane's low 4 bits. */
+static inline __m256i vc_lookup(__m256i index, __m128i low, __m128i high)
+{
+    __m256i a = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(low), index);
+    __m256i b = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(high), index);
+    return _mm256_or_si256(a, _mm256_slli_epi16(b, 8));
+}
+static inline __m256i vc_sign(__m256i w)
+{
+    return _mm256_and_si256(_mm256_slli_epi16(w, 8), _mm256_set1_epi16((short)0x8000));
+}
+/* Exponent and mantissa moved into place, subnormals by table. */
+static inline vc vc_e4m3(const uint8_t *p)
+{
+    const __m128i low =
+        _mm_setr_epi8(0, 0, (char)0x80, (char)0xc0, 0, 0x20, 0x40, 0x60, 0, 0, 0, 0, 0, 0, 0, 0);
+    const __m128i high =
+        _mm_setr_epi8(0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0, 0, 0, 0, 0, 0, 0, 0);
+    __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
+    __m256i magnitude = _mm256_and_si256(w, _mm256_set1_epi16(0x7f));
+    __m256i v = _mm256_add_epi16(_mm256_slli_epi16(magnitude, 4), _mm256_set1_epi16(0x3c00));
+    __m256i is_low = _mm256_cmpgt_epi16(_mm256_set1_epi16(8), magnitude);
+    __m256i is_nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f));
+    v = _mm256_blendv_epi8(v, vc_lookup(magnitude, low, high), is_low);
+    v = _mm256_blendv_epi8(v, _mm256_set1_epi16(0x7fc0), is_nan);
+    return _mm256_or_si256(v, vc_sign(w));
+}
+static inline vc vc_e5m2(const uint8_t *p)
+{
+    const __m128i low = _mm_setr_epi8(0, (char)0x80, 0, 0x40, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    const __m128i high = _mm_setr_epi8(0, 0x37, 0x38, 0x38, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
+    __m256i magnitude = _mm256_and_si256(w, _mm256_set1_epi16(0x7f));
+    __m256i v = _mm256_add_epi16(_mm256_slli_epi16(magnitude, 5), _mm256_set1_epi16(0x3800));
+    __m256i is_low = _mm256_cmpgt_epi16(_mm256_set1_epi16(4), magnitude);
+    __m256i special = _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(0x7b));
+    v = _mm256_add_epi16(v, _mm256_and_si256(special, _mm256_set1_epi16(0x3800)));
+    v = _mm256_blendv_epi8(v, vc_lookup(magnitude, low, high), is_low);
+    return _mm256_or_si256(v, vc_sign(w));
+}
+static inline vc vc_e2m1(const uint8_t *p)
+{
+    const __m128i low =
+        _mm_setr_epi8(0, 0, (char)0x80, (char)0xc0, 0, 0x40, (char)0x80, (char)0xc0, 0, 0,
+                      (char)0x80, (char)0xc0, 0, 0x40, (char)0x80, (char)0xc0);
+    const __m128i high =
+        _mm_setr_epi8(0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, (char)0x80, (char)0xbf,
+                      (char)0xbf, (char)0xbf, (char)0xc0, (char)0xc0, (char)0xc0, (char)0xc0);
+    __m256i w = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+    __m256i index = _mm256_or_si256(w, _mm256_slli_epi32(w, 12));
+    return vc_lookup(_mm256_and_si256(index, _mm256_set1_epi16(15)), low, high);
+}
+static inline vf vc_even(vc a)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16));
+}
+static inline vf vc_odd(vc a)
+{
+    return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32((int)0xffff0000u)));
+}
+static inline vc vc_pack(vf even, vf odd)
+{
+    return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(even), 16),
+                           _mm256_castps_si256(odd));
+}
+static inline void vc_store(uint16_t *p, vc a)
+{
+    _mm256_storeu_si256((__m256i *)p, a);
+}
+static inline vf vf_load_e4m3(const uint8_t *p)
+{
+    __m256i w = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+    __m256i magnitude = _mm256_and_si256(w, _mm256_set1_epi32(0x7f));
+    __m256i v = _mm256_add_epi32(_mm256_slli_epi32(magnitude, 20), _mm256_set1_epi32(120 << 23));
+    __m256 low = _mm256_mul_ps(_mm256_cvtepi32_ps(magnitude), _mm256_set1_ps(0x1p-9f));
+    __m256i is_low = _mm256_cmpgt_epi32(_mm256_set1_epi32(8), magnitude);
+    __m256i is_nan = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f));
+    v = _mm256_blendv_epi8(v, _mm256_castps_si256(low), is_low);
+    v = _mm256_blendv_epi8(v, _mm256_set1_epi32(0x7fc00000), is_nan);
+    __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(w, 7), 31);
+    return _mm256_castsi256_ps(_mm256_or_si256(v, sign));
+}
+static inline vf vf_load_e8m0(const uint8_t *p)
+{
+    __m256i w = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+    __m256i v = _mm256_slli_epi32(w, 23);
+    __m256i is_zero = _mm256_cmpeq_epi32(w, _mm256_setzero_si256());
+    __m256i is_nan = _mm256_cmpeq_epi32(w, _mm256_set1_epi32(255));
+    v = _mm256_blendv_epi8(v, _mm256_set1_epi32(0x00400000), is_zero);
+    v = _mm256_blendv_epi8(v, _mm256_set1_epi32(0x7fc00000), is_nan);
+    return _mm256_castsi256_ps(v);
+}
+/* Normal results by rounding the bits, subnormal ones by adding the power of two whose last place
+ * is the subnormals' step. */
+static inline vi vi_narrow(vf a, int n_mant, int bias, float max)
+{
+    vf magnitude = _mm256_min_ps(vf_abs(a), _mm256_set1_ps(max));
+    __m256i m = _mm256_castps_si256(magnitude);
+    int shift = 23 - n_mant;
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(m, shift), _mm256_set1_epi32(1));
+    __m256i up = _mm256_add_epi32(m, _mm256_set1_epi32((1 << (shift - 1)) - 1));
+    __m256i code = _mm256_srli_epi32(_mm256_add_epi32(up, odd), shift);
+    code = _mm256_sub_epi32(code, _mm256_set1_epi32((127 - bias) << n_mant));
+    __m256i step = _mm256_set1_epi32((127 + 24 - bias - n_mant) << 23);
+    vf sum = _mm256_add_ps(magnitude, _mm256_castsi256_ps(step));
+    __m256i low = _mm256_sub_epi32(_mm256_castps_si256(sum), step);
+    __m256i is_low = _mm256_cmpgt_epi32(_mm256_set1_epi32((128 - bias) << 23), m);
+    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    code = _mm256_blendv_epi8(code, low, is_low);
+    code = _mm256_blendv_epi8(code, _mm256_set1_epi32(0x7f), is_nan);
+    __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(_mm256_castps_si256(a), 31), 7);
+    return _mm256_or_si256(code, sign);
+}
+static inline vi vi_e4m3(vf a)
+{
+    return vi_narrow(a, 3, 7, 448.0f);
+}
+static inline vi vi_e5m2(vf a)
+{
+    return vi_narrow(a, 2, 15, 57344.0f);
+}
+static inline vi vi_e2m1(vf a, const float *bounds)
+{
+    vf magnitude = vf_abs(a);
+    __m256i code = _mm256_slli_epi32(_mm256_srli_epi32(_mm256_castps_si256(a), 31), 3);
+    for (int i = 0; i < 7; i++) {
+        vf above = _mm256_cmp_ps(magnitude, _mm256_set1_ps(bounds[i]), _CMP_GE_OQ);
+        code = _mm256_sub_epi32(code, _mm256_castps_si256(above));
+    }
+    return code;
+}
+static inline void vi_store_u8(uint8_t *p, vi a)
+{
+    __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(words, words));
 }
 
 #endif

@@ -48,6 +48,10 @@ static inline vf vf_fma(vf a, vf b, vf c)
 {
     return _mm512_fmadd_ps(a, b, c);
 }
+static inline vf vf_fma_exact(vf a, vf b, vf c)
+{
+    return _mm512_fmadd_ps(a, b, c);
+}
 static inline vf vf_max(vf a, vf b)
 {
     return _mm512_max_ps(a, b);
@@ -152,6 +156,137 @@ static inline vf vi_i4(vi a, int shift)
 {
     const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
     return _mm512_permutexvar_ps(_mm512_srli_epi32(a, (unsigned)shift), table);
+}
+
+typedef __m512i vc;
+
+/* 32 codes in 16-bit lanes to bf16: exponent and mantissa moved into place, subnormals by table. */
+static inline vc vc_e4m3(const uint8_t *p)
+{
+    const __m512i subnormal =
+        _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                         0x3c60, 0x3c40, 0x3c20, 0x3c00, 0x3bc0, 0x3b80, 0x3b00, 0);
+    __m512i w = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p));
+    __m512i magnitude = _mm512_and_si512(w, _mm512_set1_epi16(0x7f));
+    __m512i v = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(0x3c00));
+    __mmask32 low = _mm512_testn_epi16_mask(w, _mm512_set1_epi16(0x78));
+    __mmask32 nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f));
+    v = _mm512_mask_permutexvar_epi16(v, low, magnitude, subnormal);
+    v = _mm512_mask_mov_epi16(v, nan, _mm512_set1_epi16(0x7fc0));
+    /* v | (w << 8 & 0x8000) */
+    return _mm512_ternarylogic_epi32(v, _mm512_slli_epi16(w, 8), _mm512_set1_epi16((short)0x8000),
+                                     0xf8);
+}
+static inline vc vc_e5m2(const uint8_t *p)
+{
+    const __m512i subnormal =
+        _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                         0, 0, 0, 0x3840, 0x3800, 0x3780, 0);
+    __m512i w = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p));
+    __m512i magnitude = _mm512_and_si512(w, _mm512_set1_epi16(0x7f));
+    __m512i v = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 5), _mm512_set1_epi16(0x3800));
+    __mmask32 low = _mm512_testn_epi16_mask(w, _mm512_set1_epi16(0x7c));
+    __mmask32 special = _mm512_cmpgt_epi16_mask(magnitude, _mm512_set1_epi16(0x7b));
+    v = _mm512_mask_permutexvar_epi16(v, low, magnitude, subnormal);
+    v = _mm512_mask_add_epi16(v, special, v, _mm512_set1_epi16(0x3800));
+    return _mm512_ternarylogic_epi32(v, _mm512_slli_epi16(w, 8), _mm512_set1_epi16((short)0x8000),
+                                     0xf8);
+}
+/* A permutation of 32 words looks at 5 bits: with equal halves the neighbour's lowest bit, which is
+ * the fifth, does not matter. */
+static inline vc vc_e2m1(const uint8_t *p)
+{
+    const __m512i table = _mm512_set_epi16(
+        (short)0xc0c0, (short)0xc080, (short)0xc040, (short)0xc000, (short)0xbfc0, (short)0xbf80,
+        (short)0xbf00, (short)0x8000, 0x40c0, 0x4080, 0x4040, 0x4000, 0x3fc0, 0x3f80, 0x3f00, 0,
+        (short)0xc0c0, (short)0xc080, (short)0xc040, (short)0xc000, (short)0xbfc0, (short)0xbf80,
+        (short)0xbf00, (short)0x8000, 0x40c0, 0x4080, 0x4040, 0x4000, 0x3fc0, 0x3f80, 0x3f00, 0);
+    __m512i w = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    __m512i index = _mm512_or_si512(w, _mm512_slli_epi32(w, 12));
+    return _mm512_permutexvar_epi16(index, table);
+}
+static inline vf vc_even(vc a)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16));
+}
+static inline vf vc_odd(vc a)
+{
+    return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32((int)0xffff0000u)));
+}
+static inline vc vc_pack(vf even, vf odd)
+{
+    return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16),
+                           _mm512_castps_si512(odd));
+}
+static inline void vc_store(uint16_t *p, vc a)
+{
+    _mm512_storeu_si512(p, a);
+}
+static inline vf vf_load_e4m3(const uint8_t *p)
+{
+    __m512i w = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    __m512i magnitude = _mm512_and_si512(w, _mm512_set1_epi32(0x7f));
+    __m512i v = _mm512_add_epi32(_mm512_slli_epi32(magnitude, 20), _mm512_set1_epi32(120 << 23));
+    __m512 low = _mm512_mul_ps(_mm512_cvtepi32_ps(magnitude), _mm512_set1_ps(0x1p-9f));
+    __mmask16 is_low = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(8));
+    __mmask16 is_nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f));
+    v = _mm512_mask_mov_epi32(v, is_low, _mm512_castps_si512(low));
+    v = _mm512_mask_mov_epi32(v, is_nan, _mm512_set1_epi32(0x7fc00000));
+    __m512i sign = _mm512_slli_epi32(_mm512_srli_epi32(w, 7), 31);
+    return _mm512_castsi512_ps(_mm512_or_si512(v, sign));
+}
+static inline vf vf_load_e8m0(const uint8_t *p)
+{
+    __m512i w = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    __m512i v = _mm512_slli_epi32(w, 23);
+    __mmask16 is_zero = _mm512_cmpeq_epi32_mask(w, _mm512_setzero_si512());
+    __mmask16 is_nan = _mm512_cmpeq_epi32_mask(w, _mm512_set1_epi32(255));
+    v = _mm512_mask_mov_epi32(v, is_zero, _mm512_set1_epi32(0x00400000));
+    v = _mm512_mask_mov_epi32(v, is_nan, _mm512_set1_epi32(0x7fc00000));
+    return _mm512_castsi512_ps(v);
+}
+/* Normal results by rounding the bits, subnormal ones by adding the power of two whose last place
+ * is the subnormals' step. */
+static inline vi vi_narrow(vf a, int n_mant, int bias, float max)
+{
+    __m512i bits = _mm512_castps_si512(a);
+    vf magnitude = _mm512_min_ps(_mm512_abs_ps(a), _mm512_set1_ps(max));
+    __m512i m = _mm512_castps_si512(magnitude);
+    unsigned shift = 23u - (unsigned)n_mant;
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(m, shift), _mm512_set1_epi32(1));
+    __m512i up = _mm512_add_epi32(m, _mm512_set1_epi32((1 << (shift - 1)) - 1));
+    __m512i code = _mm512_srli_epi32(_mm512_add_epi32(up, odd), shift);
+    code = _mm512_sub_epi32(code, _mm512_set1_epi32((127 - bias) << n_mant));
+    __m512i step = _mm512_set1_epi32((127 + 24 - bias - n_mant) << 23);
+    vf sum = _mm512_add_ps(magnitude, _mm512_castsi512_ps(step));
+    __m512i low = _mm512_sub_epi32(_mm512_castps_si512(sum), step);
+    __mmask16 is_low = _mm512_cmplt_epi32_mask(m, _mm512_set1_epi32((128 - bias) << 23));
+    code = _mm512_mask_mov_epi32(code, is_low, low);
+    code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q),
+                                 _mm512_set1_epi32(0x7f));
+    return _mm512_or_si512(code, _mm512_slli_epi32(_mm512_srli_epi32(bits, 31), 7));
+}
+static inline vi vi_e4m3(vf a)
+{
+    return vi_narrow(a, 3, 7, 448.0f);
+}
+static inline vi vi_e5m2(vf a)
+{
+    return vi_narrow(a, 2, 15, 57344.0f);
+}
+static inline vi vi_e2m1(vf a, const float *bounds)
+{
+    vf magnitude = _mm512_abs_ps(a);
+    __m512i code = _mm512_slli_epi32(_mm512_srli_epi32(_mm512_castps_si512(a), 31), 3);
+    for (int i = 0; i < 7; i++) {
+        __mmask16 above = _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(bounds[i]), _CMP_GE_OQ);
+        code = _mm512_mask_add_epi32(code, above, code, _mm512_set1_epi32(1));
+    }
+    return code;
+}
+static inline void vi_store_u8(uint8_t *p, vi a)
+{
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(a));
 }
 
 #endif

@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "base/half.h"
+
 enum { VW = 1 }; /* floats in a vector; divides 16 */
 
 typedef float vf;
@@ -48,6 +50,12 @@ static inline vf vf_div(vf a, vf b)
 static inline vf vf_fma(vf a, vf b, vf c)
 {
     return fmaf(a, b, c);
+}
+/* The same where a * b is exact, as products of bf16 are: no library call then. (Products below
+ * 2^-126 may not be; what they can change is below 2^-149.) */
+static inline vf vf_fma_exact(vf a, vf b, vf c)
+{
+    return a * b + c;
 }
 /* The larger; b if either is NaN (as x86's maxps). */
 static inline vf vf_max(vf a, vf b)
@@ -188,6 +196,76 @@ static inline vf vi_u4(vi a, int shift)
 static inline vf vi_i4(vi a, int shift)
 {
     return (float)((int32_t)(((a >> shift) & 15u) ^ 8u) - 8);
+}
+
+/* VW cells: pairs of bf16, as attention's operands have them. From VW pairs of 8-bit codes, and
+ * from VW bytes of two e2m1 codes each, the low nibble first. */
+typedef uint32_t vc;
+
+static inline vc vc_from_bf16(float even, float odd)
+{
+    return qkv_f32_bits(even) >> 16 | qkv_f32_bits(odd);
+}
+static inline vc vc_e4m3(const uint8_t *p)
+{
+    return vc_from_bf16(qkv_e4m3_to_f32(p[0]), qkv_e4m3_to_f32(p[1]));
+}
+static inline vc vc_e5m2(const uint8_t *p)
+{
+    return vc_from_bf16(qkv_e5m2_to_f32(p[0]), qkv_e5m2_to_f32(p[1]));
+}
+static inline vc vc_e2m1(const uint8_t *p)
+{
+    return vc_from_bf16(qkv_e2m1_to_f32(p[0] & 15), qkv_e2m1_to_f32(p[0] >> 4));
+}
+static inline vf vc_even(vc a)
+{
+    return qkv_f32_from_bits(a << 16);
+}
+static inline vf vc_odd(vc a)
+{
+    return qkv_f32_from_bits(a & 0xffff0000u);
+}
+/* Both exact in bf16. */
+static inline vc vc_pack(vf even, vf odd)
+{
+    return vc_from_bf16(even, odd);
+}
+static inline void vc_store(uint16_t *p, vc a)
+{
+    p[0] = (uint16_t)a;
+    p[1] = (uint16_t)(a >> 16);
+}
+/* VW codes as floats. */
+static inline vf vf_load_e4m3(const uint8_t *p)
+{
+    return qkv_e4m3_to_f32(p[0]);
+}
+static inline vf vf_load_e8m0(const uint8_t *p)
+{
+    return qkv_e8m0_to_f32(p[0]);
+}
+/* VW codes out of floats, as base/half.h encodes them, one in each 32-bit lane. */
+static inline vi vi_e4m3(vf a)
+{
+    return qkv_e4m3_from_f32(a);
+}
+static inline vi vi_e5m2(vf a)
+{
+    return qkv_e5m2_from_f32(a);
+}
+/* e2m1: the number of bounds (7, rising) that do not exceed |a|, and the sign. */
+static inline vi vi_e2m1(vf a, const float *bounds)
+{
+    uint32_t code = (qkv_f32_bits(a) >> 28) & 8u;
+    for (int i = 0; i < 7; i++) {
+        code += fabsf(a) >= bounds[i];
+    }
+    return code;
+}
+static inline void vi_store_u8(uint8_t *p, vi a)
+{
+    p[0] = (uint8_t)a;
 }
 
 #endif
