@@ -13,6 +13,7 @@ from .engine import Engine
 from .inspection import Inspection, inspect
 from .outputs import Completion, Metrics, RequestOutput, Score
 from .params import SamplingParams
+from .planner import Plan, plan
 from .tokenizer import Tokenizer
 
 try:
@@ -28,6 +29,7 @@ __all__ = [
     "Inspection",
     "Metrics",
     "OutOfPages",
+    "Plan",
     "RequestOutput",
     "SamplingParams",
     "Score",
@@ -35,4 +37,5 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "inspect",
+    "plan",
 ]

@@ -1,4 +1,4 @@
-"""The command line: qkv generate, chat, inspect, info, demo-model."""
+"""The command line: one function for each verb."""
 
 import argparse
 import json
@@ -14,6 +14,7 @@ from .engine import Engine
 from .inspection import inspect, size
 from .outputs import RequestOutput
 from .params import SamplingParams
+from .planner import GIB, KV_DTYPES, plan
 
 _FORMATTER = argparse.RawDescriptionHelpFormatter
 
@@ -343,6 +344,25 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(args: argparse.Namespace) -> int:
+    memory = options.free_memory() / GIB if args.memory_gib is None else args.memory_gib
+    kinds = KV_DTYPES if args.kv_cache_dtype is None else _kv_cache_dtype(args.kv_cache_dtype)
+    found = plan(
+        args.model,
+        memory_gib=memory,
+        weights_gib=args.weights_gib,
+        mem_fraction=args.mem_fraction_static,
+        kv_cache_dtypes=kinds,
+        input_tokens=args.input_tokens,
+        output_tokens=args.output_tokens,
+        page_tokens=args.page_size,
+    )
+    if args.plot is not None:
+        found.plot().savefig(args.plot)
+    print(json.dumps(found.to_dict(), ensure_ascii=False) if args.json else str(found))
+    return 0
+
+
 def _info(args: argparse.Namespace) -> int:
     facts: dict[str, Any] = {
         "version": __version__,
@@ -407,6 +427,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
     _add_generate(verbs)
     _add_chat(verbs)
+    _add_plan(verbs)
     _add_small(verbs)
     return parser
 
@@ -454,6 +475,37 @@ def _add_chat(verbs: Any) -> None:
     _engine_options(parser)
     _sampling_options(parser)
     parser.set_defaults(run=_chat)
+
+
+def _add_plan(verbs: Any) -> None:
+    parser = verbs.add_parser(
+        "plan",
+        help="how much fits into the KV cache, before anything is loaded",
+        description="Bytes per token, tokens in the pool and requests that fit, for each format\n"
+        "of the KV cache. A config.json is enough.",
+        epilog="examples:\n"
+        "  qkv plan ./Qwen3-8B --memory-gib 22 --mem-fraction-static 0.85\n"
+        "  qkv plan config.json --memory-gib 80 --kv-cache-dtype bf16,nvfp4 --json",
+        formatter_class=_FORMATTER,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a folder, a config.json, a .gguf file, or 'demo'")
+    add("--memory-gib", type=float, metavar="GIB",
+        help="free before the weights load (default: what is free here now)")  # fmt: skip
+    add("--weights-gib", type=float, metavar="GIB", help="default: from the files or the config")
+    add("--mem-fraction-static", "--mem-fraction", type=float, default=0.85, metavar="F",
+        help="of the free memory, for weights and KV cache together (default: 0.85)")  # fmt: skip
+    add("--kv-cache-dtype", metavar="DTYPE",
+        help="with commas: several; or the JSON of a mapping (default: all)")  # fmt: skip
+    add("--input-tokens", "--random-input-len", type=int, default=512, metavar="N",
+        help="of a request (default: 512)")  # fmt: skip
+    add("--output-tokens", "--random-output-len", type=int, default=128, metavar="N",
+        help="of a request (default: 128)")  # fmt: skip
+    add("--page-size", type=int, default=1, metavar="N",
+        help=f"tokens in a page (default: 1; this engine's are {options.PAGE_TOKENS})")  # fmt: skip
+    add("--plot", metavar="FILE", help="write a plot here (needs qkv[report])")
+    add("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=_plan)
 
 
 def _add_small(verbs: Any) -> None:

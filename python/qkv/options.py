@@ -180,10 +180,10 @@ def lanes(given: Any, n_layers: int, *, compute_dtype: str, declared: str) -> li
 
 def token_bytes(config: Mapping[str, Any], lanes_: Sequence[Lane]) -> int:
     """Bytes of one token over all layers and lanes (design of the pool: no gaps)."""
-    bits = dict(_core.kv_formats())
-    width = config["n_kv_heads"] * config["head_dim"]
-    total = sum(bits[k] + bits[v] for lane in lanes_ for k, v in lane.layers)
-    return max(int(width * total / 8), 1)
+    dim = config["head_dim"]
+    rows = {name: _core.kv_row_bytes(name, dim) for name, _ in _core.kv_formats()}
+    per_head = sum(rows[k] + rows[v] for lane in lanes_ for k, v in lane.layers)
+    return int(config["n_kv_heads"]) * per_head
 
 
 def _limit(path: Path, name: str) -> int | None:

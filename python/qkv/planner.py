@@ -1,0 +1,519 @@
+"""How much fits: KV bytes per token, pool tokens and requests, from a config alone.
+
+`tokens = floor((available - free * (1 - f)) * 2**30 / bytes_per_token)`, rounded down to the page:
+`free` is the memory before the weights load, `available` what is left after them, `f` the fraction
+of `free` that weights and cache may take together (SGLang's mem_fraction_static, so that its users
+can redo their arithmetic). A GiB is 2**30 bytes throughout.
+"""
+
+import html
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import _core, models, options
+
+GIB = 2**30
+
+#: What a plan compares unless told otherwise: every format that a user can choose.
+KV_DTYPES = ("bf16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "nvfp4", "fp4_mx_block16")
+
+#: FlashMLA's row: e4m3 codes, a float32 scale for each 128 of them, the rope part in bf16.
+DS_MLA = "fp8_ds_mla"
+_DS_MLA_GROUP = 128
+
+#: Bytes per weight of a quantized linear layer, scales included, where the method's name says it.
+#: Embeddings, lm_head and norms keep 2 bytes.
+_WEIGHT_BYTES = {
+    "fp8": 1.0, "fbgemm_fp8": 1.0, "modelopt_fp8": 1.0, "w8a8_fp8": 1.0, "w8a8_int8": 1.0,
+    "mxfp8": 1 + 1 / 32, "mxfp4": 0.5 + 1 / 32, "modelopt_fp4": 0.5 + 1 / 16, "nvfp4": 0.5 + 1 / 16,
+}  # fmt: skip
+_MODELOPT_ALGOS = {"FP8": "fp8", "NVFP4": "nvfp4", "MXFP8": "mxfp8"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvShape:
+    """What one token keeps in the cache, layer by layer."""
+
+    layers: tuple[tuple[int, int, int], ...]  # KV heads, channels of K, channels of V; 0: no cache
+    rope_dim: int = 0  # MLA: channels of the rope part in the latent row, else 0
+    windows: tuple[int, ...] = ()  # by layer, tokens that it attends to; 0: all. Empty: all 0
+
+    @property
+    def latent(self) -> bool:
+        """MLA: one row per token and layer, read as K and as V."""
+        return self.rope_dim > 0
+
+    def row_bytes(self, layer: int, k_format: str, v_format: str) -> int:
+        """Bytes of a token in a layer, scales stored with the codes included."""
+        n_heads, k_dim, v_dim = self.layers[layer]
+        if DS_MLA in (k_format, v_format):
+            if not self.latent:
+                raise ValueError(f"kv_cache_dtype {DS_MLA!r} is for models with MLA only")
+            codes = k_dim - self.rope_dim
+            return codes + 4 * math.ceil(codes / _DS_MLA_GROUP) + 2 * self.rope_dim
+        return n_heads * (_core.kv_row_bytes(k_format, k_dim) + _core.kv_row_bytes(v_format, v_dim))
+
+    def bytes_per_token(self, kv_dtype: str | options.KvLayers) -> int:
+        """Over all layers: of a format, or of formats (K, V) by layer."""
+        formats = _by_layer(kv_dtype, len(self.layers))
+        return sum(self.row_bytes(i, k, v) for i, (k, v) in enumerate(formats))
+
+
+def _by_layer(kv_dtype: str | options.KvLayers, n_layers: int) -> options.KvLayers:
+    return [(kv_dtype, kv_dtype)] * n_layers if isinstance(kv_dtype, str) else kv_dtype
+
+
+# Configs.
+
+
+def _need(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config: {key} is {value!r}, a plan needs a number of at least 1")
+    return value
+
+
+def _maybe(config: Mapping[str, Any], key: str) -> int:
+    """0 where the key is absent or null."""
+    return _need(config, key) if config.get(key) else 0
+
+
+def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text part of a multimodal config, else the config itself."""
+    for key in ("text_config", "llm_config", "language_config"):
+        if isinstance(config.get(key), Mapping):
+            return {**config, **config[key]}
+    return config
+
+
+def _layer_kinds(config: Mapping[str, Any], n_layers: int) -> Sequence[str]:
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return ["full_attention" if w == 0 else "sliding" for w in _old_windows(config, n_layers)]
+    if not isinstance(kinds, Sequence) or len(kinds) != n_layers:
+        raise ValueError(f"config: layer_types {kinds!r:.60} for {n_layers} layers")
+    return [str(kind) for kind in kinds]
+
+
+def _old_windows(config: Mapping[str, Any], n_layers: int) -> list[int]:
+    """Windows as configs without layer_types say them."""
+    kind = str(config.get("model_type", ""))
+    window = _maybe(config, "sliding_window")
+    if not window or not config.get("use_sliding_window", not kind.startswith("qwen")):
+        return [0] * n_layers
+    pattern = _maybe(config, "sliding_window_pattern") or _maybe(config, "_sliding_window_pattern")
+    pattern = pattern or {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}.get(kind, 0)
+    if pattern:
+        return [0 if (i + 1) % pattern == 0 else window for i in range(n_layers)]
+    first = _maybe(config, "max_window_layers") if config.get("use_sliding_window") else 0
+    return [0 if i < first else window for i in range(n_layers)]
+
+
+def _layer_heads(config: Mapping[str, Any], n_layers: int, n_heads: int) -> list[int]:
+    """KV heads by layer: a number, or a list of them (0: a layer without attention)."""
+    given = config.get("num_key_value_heads")
+    if isinstance(given, (list, tuple)):
+        if len(given) != n_layers or not all(isinstance(n, int) and n >= 0 for n in given):
+            raise ValueError(f"config: num_key_value_heads {given!r:.60} for {n_layers} layers")
+        return list(given)
+    return [_maybe(config, "num_key_value_heads") or n_heads] * n_layers
+
+
+def kv_shape(config: Mapping[str, Any]) -> KvShape:
+    """Reads the numbers of a Hugging Face config.json (as a dictionary)."""
+    config = _language_model(config)
+    n_layers = _need(config, "num_hidden_layers")
+    kinds = _layer_kinds(config, n_layers)
+    window = _maybe(config, "sliding_window")
+    windows = tuple(window if "sliding" in kind else 0 for kind in kinds)
+    has_cache = ["linear" not in kind and "mamba" not in kind for kind in kinds]
+    if config.get("kv_lora_rank"):
+        rope_dim = _need(config, "qk_rope_head_dim")
+        latent = (1, _need(config, "kv_lora_rank") + rope_dim, 0)
+        layers = tuple(latent if has else (0, 0, 0) for has in has_cache)
+        return KvShape(layers=layers, rope_dim=rope_dim, windows=windows)
+    n_heads = _need(config, "num_attention_heads")
+    head_dim = _maybe(config, "head_dim") or _need(config, "hidden_size") // n_heads
+    v_dim = _maybe(config, "v_head_dim") or head_dim
+    layers = tuple(
+        (n, head_dim, v_dim) if has and n else (0, 0, 0)
+        for has, n in zip(has_cache, _layer_heads(config, n_layers, n_heads), strict=True)
+    )
+    return KvShape(layers=layers, windows=windows)
+
+
+def _grouped(n_bits: Any, group: Any, per_group: float) -> float:
+    """Bytes per weight of n_bits with so many bytes of scale and minimum for each group."""
+    if not isinstance(n_bits, int) or not 1 <= n_bits <= 16:
+        raise ValueError(f"config: {n_bits!r} bits per weight, must be within 1 and 16")
+    size = group if isinstance(group, int) and group > 0 else 0
+    return n_bits / 8 + (per_group / size if size else 0.0)
+
+
+def _bytes_per_weight(config: Mapping[str, Any]) -> float:
+    """Of the linear layers, from the quantization that the config declares."""
+    quantized = config.get("quantization_config") or config.get("quantization") or {}
+    method = str(quantized.get("quant_method", "")).lower()
+    algo = _MODELOPT_ALGOS.get(str(quantized.get("quant_algo", "")).upper())
+    known = _WEIGHT_BYTES.get(algo or method)
+    if known is not None:
+        return known
+    if not quantized:
+        return 2.0
+    bits = quantized.get("bits", quantized.get("w_bit"))
+    group = quantized.get("group_size", quantized.get("q_group_size"))
+    if method in ("gptq", "awq", "auto-round"):
+        return _grouped(bits, group, 2 + float(bits) / 8 if isinstance(bits, int) else 2)
+    if not method and bits is not None:  # MLX: a bf16 scale and a bf16 bias
+        return _grouped(bits, group, 4)
+    if method == "bitsandbytes":
+        return 0.5 + 4 / 64 if quantized.get("load_in_4bit") else 1.0
+    groups = quantized.get("config_groups")
+    if method == "compressed-tensors" and isinstance(groups, Mapping) and groups:
+        weights = next(iter(groups.values())).get("weights") or {}
+        scale = 1 if weights.get("num_bits") == 4 and weights.get("type") == "float" else 2
+        return _grouped(weights.get("num_bits"), weights.get("group_size"), scale)
+    raise ValueError(
+        f"weights in {method or quantized!r:.60}: their size cannot be told from a config alone; "
+        "give weights_gib, or the checkpoint itself"
+    )
+
+
+def _attention_weights(config: Mapping[str, Any], shape: KvShape) -> int:
+    """Weights of all attention blocks. A layer with a state of fixed size is taken to be as large
+    as one with attention."""
+    hidden, n_heads = _need(config, "hidden_size"), _need(config, "num_attention_heads")
+    sizes = []
+    for n_kv_heads, k_dim, v_dim in shape.layers:
+        if shape.latent and n_kv_heads:
+            nope, v_out = _need(config, "qk_nope_head_dim"), _need(config, "v_head_dim")
+            q_rank = _maybe(config, "q_lora_rank")
+            q_out = n_heads * (nope + shape.rope_dim)
+            q = q_rank * (hidden + q_out) if q_rank else hidden * q_out
+            kv = hidden * k_dim + (k_dim - shape.rope_dim) * n_heads * (nope + v_out)
+            sizes.append(q + kv + n_heads * v_out * hidden)
+        elif n_kv_heads:
+            sizes.append(hidden * (n_heads + n_kv_heads) * (k_dim + v_dim))
+    average = sum(sizes) // max(len(sizes), 1)
+    return sum(sizes) + average * (len(shape.layers) - len(sizes))
+
+
+def _ffn_weights(config: Mapping[str, Any], n_layers: int) -> int:
+    hidden, ffn = _need(config, "hidden_size"), _maybe(config, "intermediate_size")
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    n_experts = next((_need(config, name) for name in names if config.get(name)), 0)
+    if not n_experts:
+        return n_layers * 3 * hidden * ffn
+    n_dense = _maybe(config, "first_k_dense_replace") or len(config.get("mlp_only_layers") or ())
+    expert = 3 * hidden * (_maybe(config, "moe_intermediate_size") or ffn)
+    n_shared = _maybe(config, "n_shared_experts")
+    sparse = expert * (n_experts + n_shared) + n_experts * hidden
+    sparse += 3 * hidden * _maybe(config, "shared_expert_intermediate_size")
+    return n_dense * 3 * hidden * ffn + (n_layers - n_dense) * sparse
+
+
+def weight_bytes(config: Mapping[str, Any]) -> int:
+    """Estimated from the config: linear layers in the declared format, the tables in 2 bytes."""
+    config = _language_model(config)
+    shape = kv_shape(config)
+    n_layers = len(shape.layers)
+    matrices = _attention_weights(config, shape) + _ffn_weights(config, n_layers)
+    # transformers leaves the key out where it is the architecture's own default.
+    tied = config.get("tie_word_embeddings")
+    if tied is None:
+        tied = str(config.get("model_type", "")).startswith("gemma")
+    tables = _need(config, "vocab_size") * _need(config, "hidden_size") * (1 if tied else 2)
+    return int(matrices * _bytes_per_weight(config)) + 2 * tables
+
+
+def _gguf_shape(metadata: Mapping[str, Any]) -> KvShape:
+    """From the key-values of a GGUF file (gguf-py's constants), whatever its architecture."""
+    arch = metadata.get("general.architecture")
+
+    def get(name: str) -> Any:
+        return metadata.get(f"{arch}.{name}")
+
+    config: dict[str, Any] = {
+        "num_hidden_layers": get("block_count"),
+        "hidden_size": get("embedding_length"),
+        "num_attention_heads": get("attention.head_count"),
+        "num_key_value_heads": get("attention.head_count_kv"),
+        "head_dim": get("attention.key_length"),
+        "v_head_dim": get("attention.value_length"),
+        "sliding_window": get("attention.sliding_window"),
+        "model_type": str(arch),
+    }
+    if get("attention.kv_lora_rank"):
+        config["kv_lora_rank"] = get("attention.kv_lora_rank")
+        config["qk_rope_head_dim"] = get("rope.dimension_count")
+    if isinstance(config["num_attention_heads"], (list, tuple)):
+        config["num_attention_heads"] = max(config["num_attention_heads"], default=0)
+    try:
+        return kv_shape(config)
+    except ValueError as error:
+        raise ValueError(f"GGUF architecture {arch!r}: {error}") from error
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{path}: not an object")
+    return config
+
+
+@dataclass(frozen=True)
+class _Source:
+    name: str
+    shape: KvShape
+    config: Mapping[str, Any] | None  # None: GGUF, whose weights are counted
+    n_bytes: int  # of the weights in files; 0: there are none
+
+
+def _read_model(model: str | os.PathLike[str]) -> _Source:
+    """A folder, a config.json, a GGUF file, a hub name, "demo"."""
+    path = Path(models.resolve(model))
+    config_path = path / "config.json" if path.is_dir() else path
+    if config_path.suffix == ".json" and config_path.is_file():
+        config = _read_json(config_path)
+        files = list(path.glob("*.safetensors")) if path.is_dir() else []
+        n_bytes = sum(file.stat().st_size for file in files)
+        return _Source(path.name, kv_shape(config), config, n_bytes)
+    checkpoint = _core.Checkpoint(str(path))
+    try:
+        n_bytes = sum(tensor[3] for tensor in checkpoint.tensors())
+        return _Source(path.name, _gguf_shape(checkpoint.metadata()), None, n_bytes)
+    finally:
+        checkpoint.close()
+
+
+# The plan.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What fits, per KV format. Prints as a table; `_repr_html_` in a notebook; `plot()`.
+
+    `tokens` are those of the pool, `requests` how many of input + output tokens fit at once when
+    all have grown to their full length; one more has to wait (`waits_from`)."""
+
+    model: str
+    memory_gib: float  # free before the weights load
+    weights_gib: float
+    weights_from: str  # "files", "config" (an estimate), "given"
+    mem_fraction: float
+    input_tokens: int
+    output_tokens: int
+    page_tokens: int
+    bytes_per_token: dict[str, int]
+    tokens: dict[str, int]
+    requests: dict[str, int]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def waits_from(self) -> dict[str, int]:
+        """The concurrency from which on a request waits."""
+        return {kv: n + 1 for kv, n in self.requests.items()}
+
+    def pool_gib(self, kv_dtype: str) -> float:
+        """Size of the pool, K and V together."""
+        return self.tokens[kv_dtype] * self.bytes_per_token[kv_dtype] / GIB
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, for JSON."""
+        return {**vars(self), "waits_from": self.waits_from, "notes": list(self.notes)}
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        first = next(iter(self.bytes_per_token.values()))
+        return [
+            (
+                kv,
+                f"{n_bytes:,}",
+                f"{first / n_bytes:.2f} x",
+                f"{self.tokens[kv]:,}",
+                f"{self.pool_gib(kv):.2f}",
+                f"{self.requests[kv]:,}",
+                f"{self.requests[kv] + 1:,}",
+            )
+            for kv, n_bytes in self.bytes_per_token.items()
+        ]
+
+    def _head(self) -> tuple[str, ...]:
+        shape = f"{self.input_tokens}+{self.output_tokens}"
+        return (
+            "KV cache", "bytes/token", "capacity", "pool tokens", "pool GiB",
+            f"requests of {shape}", "waits from",
+        )  # fmt: skip
+
+    def _title(self) -> str:
+        whence = {"config": " (estimated)", "files": " (files)"}.get(self.weights_from, "")
+        return (
+            f"{self.model}: {self.memory_gib:.2f} GiB free, weights {self.weights_gib:.2f} GiB"
+            f"{whence}, fraction {self.mem_fraction:g}, pages of {self.page_tokens}"
+        )
+
+    def __str__(self) -> str:
+        table = [self._head(), *self._rows()]
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in table
+        ]
+        return "\n".join([self._title(), *lines, *self.notes])
+
+    def _repr_html_(self) -> str:
+        def cells(tag: str, row: Sequence[str]) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row) + "</tr>"
+
+        body = cells("th", self._head()) + "".join(cells("td", row) for row in self._rows())
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return f"<p>{html.escape(self._title())}</p><table>{body}</table>{notes}"
+
+    def plot(self) -> Any:
+        """A bar per format: pool tokens, with the requests that fit written on it. Needs the
+        `report` extra (matplotlib); returns the figure."""
+        try:
+            from matplotlib.figure import Figure  # noqa: PLC0415 (optional, slow to import)
+        except ImportError as error:
+            raise ImportError("Plan.plot() needs matplotlib: pip install 'qkv[report]'") from error
+        figure = Figure(figsize=(8, 0.6 * len(self.tokens) + 1.4), layout="constrained")
+        axes = figure.subplots()
+        bars = axes.barh(list(self.tokens), list(self.tokens.values()))
+        axes.bar_label(bars, [f"{n:,} requests" for n in self.requests.values()], padding=3)
+        axes.invert_yaxis()
+        axes.margins(x=0.2)
+        axes.set_title(self._title(), fontsize="medium", wrap=True)
+        axes.set_xlabel(f"tokens in the pool; requests of {self.input_tokens}+{self.output_tokens}")
+        return figure
+
+
+def _window_note(shape: KvShape, n_tokens: int) -> str:
+    """What a pool that dropped the tokens outside the windows would save."""
+    rows = [n * (k + v) for n, k, v in shape.layers]
+    used = sum(
+        row * (min(n_tokens, window) if window else n_tokens)
+        for row, window in zip(rows, shape.windows, strict=True)
+    )
+    n_windowed = sum(window > 0 for window in shape.windows)
+    return (
+        f"{n_windowed} of {len(rows)} layers attend to a window of {max(shape.windows)} tokens; "
+        f"the pool keeps every token in them, too ({used / (sum(rows) * n_tokens):.0%} of a "
+        f"request of {n_tokens} lies inside the windows)"
+    )
+
+
+def _notes(shape: KvShape, n_tokens: int) -> list[str]:
+    notes = []
+    n_stateful = sum(n_heads == 0 for n_heads, _, _ in shape.layers)
+    if n_stateful:
+        notes.append(
+            f"{n_stateful} layers keep a state of fixed size per request, which is not counted"
+        )
+    if any(shape.windows):
+        notes.append(_window_note(shape, n_tokens))
+    return notes
+
+
+def _lanes(kv_cache_dtypes: Any, shape: KvShape) -> dict[str, options.KvLayers]:
+    """Formats by layer under the names of the lanes; what Engine takes, and fp8_ds_mla."""
+    n_layers = len(shape.layers)
+    if isinstance(kv_cache_dtypes, (str, Mapping)):
+        kv_cache_dtypes = [kv_cache_dtypes]
+    found: dict[str, options.KvLayers] = {}
+    for given in kv_cache_dtypes:
+        if given == DS_MLA:
+            found[DS_MLA] = _by_layer(DS_MLA, n_layers)
+            continue
+        if given == "auto":
+            raise ValueError("kv_cache_dtypes: 'auto' names no format, a plan needs one")
+        lane = options.lanes(given, n_layers, compute_dtype="bf16", declared="")[0]
+        found[lane.name] = lane.layers
+    if not found:
+        raise ValueError("kv_cache_dtypes is empty: at least one is needed")
+    return found
+
+
+def _check(
+    memory_gib: float, mem_fraction: float, input_tokens: int, output_tokens: int, page_tokens: int
+) -> None:
+    if not (math.isfinite(memory_gib) and memory_gib > 0.0):
+        raise ValueError(f"memory_gib={memory_gib}: must be above 0")
+    if not 0.0 < mem_fraction <= 1.0:
+        raise ValueError(f"mem_fraction={mem_fraction}: must be above 0 and at most 1")
+    options.integer("input_tokens", input_tokens, 1)
+    options.integer("output_tokens", output_tokens, 0)
+    options.integer("page_tokens", page_tokens, 1)
+
+
+def plan(
+    model_or_config: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    memory_gib: float,
+    weights_gib: float | None = None,
+    mem_fraction: float = 0.85,
+    kv_cache_dtypes: Sequence[str | Mapping[str, Any]] = KV_DTYPES,
+    input_tokens: int = 512,
+    output_tokens: int = 128,
+    page_tokens: int = 1,
+) -> Plan:
+    """What fits into `memory_gib` (free before the weights load), before anything is loaded.
+
+    model_or_config: a folder, a config.json, a .gguf file, or the config as a dictionary.
+    weights_gib: what loading takes. By default counted from the files, else estimated from the
+        config and the weight format that it declares.
+    kv_cache_dtypes: names, or mappings as Engine takes them; "fp8_ds_mla" for models with MLA.
+
+    ValueError for a config that does not say enough, or if the weights alone leave no room."""
+    _check(memory_gib, mem_fraction, input_tokens, output_tokens, page_tokens)
+    if isinstance(model_or_config, Mapping):
+        name = str(model_or_config.get("_name_or_path") or "config")
+        source = _Source(name, kv_shape(model_or_config), model_or_config, 0)
+    else:
+        source = _read_model(model_or_config)
+    weights_from = "given" if weights_gib is not None else "files"
+    if weights_gib is None:
+        n_bytes = source.n_bytes
+        if not n_bytes and source.config is not None:
+            n_bytes, weights_from = weight_bytes(source.config), "config"
+        weights_gib = n_bytes / GIB
+    pool_gib = memory_gib - weights_gib - memory_gib * (1.0 - mem_fraction)
+    if pool_gib <= 0.0:
+        low = weights_gib / memory_gib
+        way_out = f"mem_fraction must be above {low:.3f}" if low < 1 else "they are larger than it"
+        raise ValueError(
+            f"no room for a KV cache: {memory_gib:.2f} GiB are free, weights take "
+            f"{weights_gib:.2f} GiB, mem_fraction is {mem_fraction:g}: {way_out}"
+        )
+    if kv_cache_dtypes is KV_DTYPES and source.shape.latent:
+        kv_cache_dtypes = (*KV_DTYPES, DS_MLA)
+    lanes = _lanes(kv_cache_dtypes, source.shape)
+    bytes_per_token = {kv: source.shape.bytes_per_token(layers) for kv, layers in lanes.items()}
+    if not all(bytes_per_token.values()):
+        raise ValueError("config: no layer keeps keys and values, there is nothing to plan")
+    tokens = {
+        kv: math.floor(pool_gib * GIB / n) // page_tokens * page_tokens
+        for kv, n in bytes_per_token.items()
+    }
+    n_tokens = input_tokens + output_tokens
+    per_request = math.ceil(n_tokens / page_tokens) * page_tokens
+    return Plan(
+        model=source.name,
+        memory_gib=memory_gib,
+        weights_gib=weights_gib,
+        weights_from=weights_from,
+        mem_fraction=mem_fraction,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        page_tokens=page_tokens,
+        bytes_per_token=bytes_per_token,
+        tokens=tokens,
+        requests={kv: n // per_request for kv, n in tokens.items()},
+        notes=tuple(_notes(source.shape, n_tokens)),
+    )
