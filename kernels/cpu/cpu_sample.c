@@ -1,10 +1,10 @@
 /* Logits to tokens.
  *
  * Order of a sampled row: penalties, bias, temperature, then top-k, top-p, min-p (as in vLLM's
- * sampler.py of 0.6: _apply_top_k_top_p, then _apply_min_p), then one draw by inverse transform over
- * the tokens that are left, in order of id. "The first" tokens are always by falling logit, ties by
- * rising id, so top-k keeps exactly k. Nothing sorts the vocabulary: a prefix of that order is found
- * by its mass with three levels of histograms over the bits of the logit.
+ * sampler.py of 0.6: _apply_top_k_top_p, then _apply_min_p), then one draw by inverse transform
+ * over the tokens that are left, in order of id. "The first" tokens are always by falling logit,
+ * ties by rising id, so top-k keeps exactly k. Nothing sorts the vocabulary: a prefix of that order
+ * is found by its mass with three levels of histograms over the bits of the logit.
  *
  * Temperatures below 1e-6 are greedy, as dividing by them would leave one token anyway. */
 #include <math.h>
@@ -118,16 +118,16 @@ static bool needs_work(const struct qkv_sample_row *row)
     return row->target < 0 && (!is_greedy(row) || has_penalties(row) || row->n_bias > 0);
 }
 
-/* Repetition as CTRL (arXiv 1909.05858, section 4.1) with the sign rule of transformers; presence and
- * frequency as OpenAI's API defines them. */
+/* Repetition as CTRL (arXiv 1909.05858, section 4.1) with the sign rule of transformers; presence
+ * and frequency as OpenAI's API defines them. */
 static void adjust(const struct qkv_sample_row *row, float *z)
 {
     if (has_penalties(row)) {
         for (int32_t i = 0; i < row->n_seen; i++) {
             float *logit = &z[row->seen_ids[i]];
             int32_t count = row->seen_output_counts[i];
-            *logit = *logit > 0.0f ? *logit / row->repetition_penalty
-                                   : *logit * row->repetition_penalty;
+            *logit =
+                *logit > 0.0f ? *logit / row->repetition_penalty : *logit * row->repetition_penalty;
             if (count > 0) {
                 *logit -= row->frequency_penalty * (float)count + row->presence_penalty;
             }
@@ -203,7 +203,8 @@ static void keep_mass(const struct work *work, int32_t n_vocab, double target, b
         for (int32_t i = 0; i < (level == 0 ? n_vocab : n); i++) {
             int32_t id = level == 0 ? i : work->ids[i];
             if (w[id] > 0.0f) {
-                work->masses[bucket_of(order_key(work->z[id]), level)] += count ? 1.0 : (double)w[id];
+                work->masses[bucket_of(order_key(work->z[id]), level)] +=
+                    count ? 1.0 : (double)w[id];
             }
         }
         uint32_t bucket = find_bucket(work->masses, target, &mass);

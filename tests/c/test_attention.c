@@ -1,6 +1,6 @@
 /* Attention of the CPU backend: values against a reference in double, and the same bits however a
- * sequence is cut, wherever its pages lie, whoever else is in the batch, on any number of threads. For
- * every instruction set that this machine runs. */
+ * sequence is cut, wherever its pages lie, whoever else is in the batch, on any number of threads.
+ * For every instruction set that this machine runs. */
 #include <math.h>
 #include <stdbool.h>
 
@@ -35,7 +35,8 @@ static const struct shape SHAPES[] = {
 };
 enum { N_SHAPES = sizeof SHAPES / sizeof SHAPES[0] };
 
-/* Plain C calls fmaf for each product and takes the same ways through the body: the cheap shapes. */
+/* Plain C calls fmaf for each product and takes the same ways through the body: the cheap shapes.
+ */
 static bool is_tested(const struct qkv_cpu_isa *isa, int shape)
 {
     return isa->usable() && (strcmp(isa->name, "scalar") != 0 || shape % 3 == 0);
@@ -211,11 +212,8 @@ static bool run_step(struct machine *m, const struct shape *s, const struct sequ
     int32_t which[MAX_SEQS];
     int32_t positions[4096];
     int32_t tokens[4096] = {0};
-    struct qkv_batch batch = {.positions = positions,
-                              .tokens = tokens,
-                              .seqs = seqs,
-                              .lanes = &m->kv,
-                              .n_lanes = 1};
+    struct qkv_batch batch = {
+        .positions = positions, .tokens = tokens, .seqs = seqs, .lanes = &m->kv, .n_lanes = 1};
     for (int32_t i = 0; i < n; i++) {
         const struct sequence *q = &sequences[i];
         int32_t n_rows = q->n_tokens - done[i];
@@ -223,8 +221,8 @@ static bool run_step(struct machine *m, const struct shape *s, const struct sequ
         if (n_rows == 0) {
             continue;
         }
-        seqs[batch.n_seqs] = (struct qkv_batch_seq){
-            0, batch.n_rows, n_rows, done[i], pages[i], n_pages[i]};
+        seqs[batch.n_seqs] =
+            (struct qkv_batch_seq){0, batch.n_rows, n_rows, done[i], pages[i], n_pages[i]};
         which[batch.n_seqs++] = i;
         CHECK_OK(m->be->upload(&err, m->dev, m->qkv, (size_t)batch.n_rows * in_dim * sizeof(float),
                                q->rows + (size_t)done[i] * in_dim,
@@ -361,8 +359,8 @@ static void reference_row(const struct shape *s, const float *rows, const double
     for (int32_t i = 0; i < s->v_dim; i++) {
         double o = 0.0;
         for (int32_t p = first; p <= t; p++) {
-            const float *v =
-                rows + p * qkv_dim(s) + (s->n_heads + s->n_kv_heads) * s->k_dim + kv_head * s->v_dim;
+            const float *v = rows + p * qkv_dim(s) + (s->n_heads + s->n_kv_heads) * s->k_dim +
+                             kv_head * s->v_dim;
             o += weights[p] * (double)v[i];
         }
         out[i] = o / sum;
@@ -445,7 +443,8 @@ static void test_values(void)
 }
 
 /* With inputs that bf16 holds exactly, no norm and no rope, the only rounding of bf16 arithmetic is
- * that of the weights, relative to their segment's maximum, and their sum is that of the rounded. */
+ * that of the weights, relative to their segment's maximum, and their sum is that of the rounded.
+ */
 static void test_rounding_of_weights(void)
 {
     const struct shape s = {2, 1, 64, 64, 0, 0.0f, false, 0, QKV_ROPE_HALVES};
@@ -534,7 +533,8 @@ static void check_cuts(const char *isa, const struct shape *s, enum qkv_compute 
     float *out = new_out(s, n_tokens);
     float *other_rows[N_OTHERS];
     float *other_out[N_OTHERS];
-    struct setup setup = {isa, compute, compute == QKV_COMPUTE_F32 ? QKV_KV_F32 : QKV_KV_BF16, 1, 1};
+    struct setup setup = {isa, compute, compute == QKV_COMPUTE_F32 ? QKV_KV_F32 : QKV_KV_BF16, 1,
+                          1};
     struct sequence alone = {rows, n_tokens, 0, expected};
     run(s, &setup, &alone, 1);
     alone.out = out;

@@ -1,5 +1,5 @@
-/* Rotary embedding: the rotation against double for every instruction set, and the tables that a batch
- * gets for its positions. */
+/* Rotary embedding: the rotation against double for every instruction set, and the tables that a
+ * batch gets for its positions. */
 #include <math.h>
 
 #include "backend/backend.h"
@@ -49,8 +49,9 @@ static void test_rotation(void)
     }
 }
 
-/* Angles are fp32 products; cos and sin of them are correct to half a unit of fp32, up to the largest
- * position; mscale multiplies both. Several ropes live side by side and are taken out of the list. */
+/* Angles are fp32 products; cos and sin of them are correct to half a unit of fp32, up to the
+ * largest position; mscale multiplies both. Several ropes live side by side and are taken out of
+ * the list. */
 static void test_tables(void)
 {
     enum { N = 37 };

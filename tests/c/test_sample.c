@@ -356,9 +356,10 @@ static void check_draws(struct machine *m, const float *x, int32_t n, struct qkv
         int32_t token = sample_one(m, x, n, &row).token;
         int32_t expected = reference_token(x, n, &row);
         if (token != expected) {
-            CHECK_FAIL("%d tokens, temperature %g, top_k %d, top_p %g, min_p %g, draw %u: %d, not %d",
-                       n, (double)row.temperature, row.top_k, (double)row.top_p, (double)row.min_p,
-                       i, token, expected);
+            CHECK_FAIL(
+                "%d tokens, temperature %g, top_k %d, top_p %g, min_p %g, draw %u: %d, not %d", n,
+                (double)row.temperature, row.top_k, (double)row.top_p, (double)row.min_p, i, token,
+                expected);
         }
         CHECK_EQ_INT(token, expected);
     }
@@ -515,7 +516,8 @@ static void test_rows_without_a_finite_logit(void)
     m.be->close(m.dev);
 }
 
-/* All tokens forbidden: token 0, with its own log-probability. One left: that one, whatever u is. */
+/* All tokens forbidden: token 0, with its own log-probability. One left: that one, whatever u is.
+ */
 static void test_everything_forbidden(void)
 {
     enum { N = 20 };
@@ -600,7 +602,7 @@ static void test_errors(void)
     struct qkv_sample_out out = {.token = &token, .logprob = &logprob, .rank = &rank};
     int32_t ids[1] = {8};
     float bias[1] = {NAN};
-    static const char *const PARTS[] = {"row 1",    "target token 8",     "1 most likely",
+    static const char *const PARTS[] = {"row 1",        "target token 8", "1 most likely",
                                         "seen token 8", "biased token 8", "bias of token 0",
                                         "temperature",  "top_p",          "repetition_penalty"};
     for (int i = 0; i < 9; i++) {
