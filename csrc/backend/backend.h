@@ -259,7 +259,8 @@ struct qkv_backend {
                                  const struct qkv_kv_desc *desc, struct qkv_kv **out);
     void (*kv_destroy)(struct qkv_device *dev, struct qkv_kv *kv);
     size_t (*kv_bytes)(const struct qkv_kv *kv);
-    /* k_scale, v_scale: host [n_kv_heads] of that layer; 1 until set. Not for bf16 and f32. */
+    /* k_scale, v_scale: host [n_kv_heads] of that layer; 1 until set. Formats without a
+     * layer scale (kv_formats.def) take 1 alone. */
     enum qkv_status (*kv_set_scales)(struct qkv_error *err, struct qkv_device *dev,
                                      struct qkv_kv *kv, int32_t layer, const float *k_scale,
                                      const float *v_scale);

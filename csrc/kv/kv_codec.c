@@ -67,7 +67,7 @@ static void count_value(struct grid grid, float x, float q, uint8_t code,
     if (isnan(x)) {
         return;
     }
-    loss->n_clipped += isinf(x) || is_clipped(grid, q);
+    loss->n_clipped += is_clipped(grid, q);
     loss->n_flushed += x != 0.0f && (code & ~sign_bit) == 0;
 }
 

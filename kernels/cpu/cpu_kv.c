@@ -262,16 +262,16 @@ static enum qkv_status check_layer(struct qkv_error *err, const char *what, cons
 static enum qkv_status check_scales(struct qkv_error *err, int32_t layer, const char *which,
                                     enum qkv_kv_format format, const float *scales, int32_t n)
 {
-    bool plain = format == QKV_KV_BF16 || format == QKV_KV_F32;
+    const struct qkv_kv_format_traits *traits = qkv_kv_format_traits(format);
     for (int32_t i = 0; i < n; i++) {
         if (!(scales[i] > 0.0f) || isinf(scales[i])) {
             return qkv_fail(err, QKV_ERR_ARGUMENT,
                             "layer %d: %s of head %d is %g, must be positive and finite", layer,
                             which, i, (double)scales[i]);
         }
-        if (plain && scales[i] != 1.0f) {
+        if (!traits->layer_scale && scales[i] != 1.0f) {
             return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: %s of head %d is %g, but %s has none",
-                            layer, which, i, (double)scales[i], qkv_kv_format_traits(format)->name);
+                            layer, which, i, (double)scales[i], traits->name);
         }
     }
     return QKV_OK;

@@ -105,7 +105,7 @@ static void expect_value(const struct grid *grid, int sign_bit, double x, double
     bool clipped = found > grid->max_code;
     found = clipped ? grid->max_code : found;
     *code = found | (signbit(q) ? sign_bit : 0);
-    loss->n_clipped += clipped || isinf(x);
+    loss->n_clipped += clipped;
     loss->n_flushed += x != 0.0 && found == 0;
 }
 
