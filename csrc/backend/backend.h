@@ -299,8 +299,10 @@ struct qkv_backend {
     enum qkv_status (*norm_add)(struct qkv_error *err, struct qkv_device *dev, struct qkv_buffer *x,
                                 const struct qkv_buffer *y, const struct qkv_buffer *norm,
                                 float eps, int32_t n_rows, int32_t dim);
-    /* logits: f32 [*, n_vocab]; rows: host [n]. A row without a finite logit gives token 0,
-     * log-probability NaN and never a crash. */
+    /* logits: f32 [*, n_vocab]; rows: host [n]. A row with a NaN, or whose largest logit
+     * is not finite, gives token 0, log-probability NaN and never a crash; where the biases forbid
+     * every token, token 0 with its own log-probability. top_k keeps exactly that many (ties by
+     * id). Of n_top, what exceeds the vocabulary is id -1, log-probability -INFINITY. */
     enum qkv_status (*sample)(struct qkv_error *err, struct qkv_device *dev,
                               const struct qkv_buffer *logits, int32_t n_vocab,
                               const struct qkv_sample_row *rows, int32_t n,
