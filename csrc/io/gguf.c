@@ -25,7 +25,6 @@ enum {
 };
 
 struct qkv_gguf {
-    uint32_t version;
     uint64_t alignment;
     struct qkv_gguf_entry *entries;
     size_t n_entries;
@@ -401,18 +400,19 @@ static enum qkv_status sort_names(struct reader *r, size_t first, size_t n, cons
 static enum qkv_status read_counts(struct reader *r, uint64_t *n_tensors, uint64_t *n_entries)
 {
     const uint8_t *magic;
+    uint32_t version;
     if (!qkv_cursor_take(&r->at, 4, &magic) || memcmp(magic, "GGUF", 4) != 0) {
         return qkv_fail(r->err, QKV_ERR_CHECKPOINT, "not a GGUF file: it does not begin with GGUF");
     }
-    if (!qkv_cursor_u32(&r->at, &r->gguf->version)) {
+    if (!qkv_cursor_u32(&r->at, &version)) {
         return fail_short(r, "the header");
     }
-    if ((r->gguf->version & 0xffffu) == 0) {
+    if ((version & 0xffffu) == 0) {
         return qkv_fail(r->err, QKV_ERR_UNSUPPORTED, "a big-endian GGUF file");
     }
-    if (r->gguf->version != 2 && r->gguf->version != 3) {
+    if (version != 2 && version != 3) {
         return qkv_fail(r->err, QKV_ERR_UNSUPPORTED, "GGUF version %" PRIu32 ", known are 2 and 3",
-                        r->gguf->version);
+                        version);
     }
     if (!qkv_cursor_u64(&r->at, n_tensors) || !qkv_cursor_u64(&r->at, n_entries)) {
         return fail_short(r, "the header");
@@ -480,11 +480,6 @@ void qkv_gguf_free(struct qkv_gguf *gguf)
 }
 
 /* --- access ---------------------------------------------------------------------------------- */
-
-uint32_t qkv_gguf_version(const struct qkv_gguf *gguf)
-{
-    return gguf->version;
-}
 
 const struct qkv_tensor *qkv_gguf_tensors(const struct qkv_gguf *gguf, size_t *n)
 {
@@ -621,69 +616,14 @@ bool qkv_gguf_next(struct qkv_gguf_iter *iter, struct qkv_gguf_value *out)
     return true;
 }
 
-static enum qkv_status fail_type(struct qkv_error *err, const struct qkv_gguf_value *value,
-                                 const char *key, const char *expected)
-{
-    if (value == NULL) {
-        return qkv_fail(err, QKV_ERR_CHECKPOINT, "metadata key %s is missing", key);
-    }
-    return qkv_fail(err, QKV_ERR_CHECKPOINT, "metadata key %s is of type %s, expected %s", key,
-                    qkv_gguf_type_name(value->type), expected);
-}
-
-enum qkv_status qkv_gguf_get_int(struct qkv_error *err, const struct qkv_gguf *gguf,
-                                 const char *key, int64_t *out)
-{
-    const struct qkv_gguf_value *value = qkv_gguf_find(gguf, key);
-    bool fits = value != NULL && qkv_gguf_to_int(value, out);
-    return fits ? QKV_OK : fail_type(err, value, key, "an integer below 2^63");
-}
-
-enum qkv_status qkv_gguf_get_double(struct qkv_error *err, const struct qkv_gguf *gguf,
-                                    const char *key, double *out)
-{
-    const struct qkv_gguf_value *value = qkv_gguf_find(gguf, key);
-    bool fits = value != NULL && qkv_gguf_to_double(value, out);
-    return fits ? QKV_OK : fail_type(err, value, key, "a number");
-}
-
-enum qkv_status qkv_gguf_get_bool(struct qkv_error *err, const struct qkv_gguf *gguf,
-                                  const char *key, bool *out)
-{
-    const struct qkv_gguf_value *value = qkv_gguf_find(gguf, key);
-    bool fits = value != NULL && qkv_gguf_to_bool(value, out);
-    return fits ? QKV_OK : fail_type(err, value, key, "a boolean");
-}
-
-enum qkv_status qkv_gguf_get_string(struct qkv_error *err, const struct qkv_gguf *gguf,
-                                    const char *key, const char **text, size_t *n_bytes)
-{
-    const struct qkv_gguf_value *value = qkv_gguf_find(gguf, key);
-    bool fits = value != NULL && qkv_gguf_to_string(value, text, n_bytes);
-    return fits ? QKV_OK : fail_type(err, value, key, "a string");
-}
-
 enum qkv_status qkv_gguf_opt_int(struct qkv_error *err, const struct qkv_gguf *gguf,
                                  const char *key, int64_t *out)
 {
-    return qkv_gguf_find(gguf, key) == NULL ? QKV_OK : qkv_gguf_get_int(err, gguf, key, out);
-}
-
-enum qkv_status qkv_gguf_opt_double(struct qkv_error *err, const struct qkv_gguf *gguf,
-                                    const char *key, double *out)
-{
-    return qkv_gguf_find(gguf, key) == NULL ? QKV_OK : qkv_gguf_get_double(err, gguf, key, out);
-}
-
-enum qkv_status qkv_gguf_opt_bool(struct qkv_error *err, const struct qkv_gguf *gguf,
-                                  const char *key, bool *out)
-{
-    return qkv_gguf_find(gguf, key) == NULL ? QKV_OK : qkv_gguf_get_bool(err, gguf, key, out);
-}
-
-enum qkv_status qkv_gguf_opt_string(struct qkv_error *err, const struct qkv_gguf *gguf,
-                                    const char *key, const char **text, size_t *n_bytes)
-{
-    return qkv_gguf_find(gguf, key) == NULL ? QKV_OK
-                                            : qkv_gguf_get_string(err, gguf, key, text, n_bytes);
+    const struct qkv_gguf_value *value = qkv_gguf_find(gguf, key);
+    if (value == NULL || qkv_gguf_to_int(value, out)) {
+        return QKV_OK;
+    }
+    return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                    "metadata key %s is of type %s, expected an integer below 2^63", key,
+                    qkv_gguf_type_name(value->type));
 }

@@ -16,21 +16,22 @@
 
 enum { QKV_GGUF_DEPTH_MAX = 4 };
 
-enum qkv_gguf_type { /* the numbers that the file holds */
-                     QKV_GGUF_U8 = 0,
-                     QKV_GGUF_I8,
-                     QKV_GGUF_U16,
-                     QKV_GGUF_I16,
-                     QKV_GGUF_U32,
-                     QKV_GGUF_I32,
-                     QKV_GGUF_F32,
-                     QKV_GGUF_BOOL,
-                     QKV_GGUF_STRING,
-                     QKV_GGUF_ARRAY,
-                     QKV_GGUF_U64,
-                     QKV_GGUF_I64,
-                     QKV_GGUF_F64,
-                     QKV_GGUF_TYPE_COUNT
+/* The numbers that the file holds. */
+enum qkv_gguf_type {
+    QKV_GGUF_U8 = 0,
+    QKV_GGUF_I8,
+    QKV_GGUF_U16,
+    QKV_GGUF_I16,
+    QKV_GGUF_U32,
+    QKV_GGUF_I32,
+    QKV_GGUF_F32,
+    QKV_GGUF_BOOL,
+    QKV_GGUF_STRING,
+    QKV_GGUF_ARRAY,
+    QKV_GGUF_U64,
+    QKV_GGUF_I64,
+    QKV_GGUF_F64,
+    QKV_GGUF_TYPE_COUNT
 };
 
 struct qkv_gguf_value {
@@ -53,7 +54,6 @@ enum qkv_status qkv_gguf_parse(struct qkv_error *err, const uint8_t *data, uint6
                                struct qkv_gguf **out);
 void qkv_gguf_free(struct qkv_gguf *gguf); /* NULL is fine */
 
-uint32_t qkv_gguf_version(const struct qkv_gguf *gguf);
 /* In the order of the file's table. */
 const struct qkv_tensor *qkv_gguf_tensors(const struct qkv_gguf *gguf, size_t *n);
 /* All key-values in the order of the file. */
@@ -83,23 +83,9 @@ struct qkv_gguf_iter {
 struct qkv_gguf_iter qkv_gguf_iter(const struct qkv_gguf_value *array);
 bool qkv_gguf_next(struct qkv_gguf_iter *iter, struct qkv_gguf_value *out);
 
-/* By key. get_*: an absent key is an error; opt_*: it leaves *out, which holds the default. A value
- * of another type is an error in both, naming key and type. */
-enum qkv_status qkv_gguf_get_int(struct qkv_error *err, const struct qkv_gguf *gguf,
-                                 const char *key, int64_t *out);
-enum qkv_status qkv_gguf_get_double(struct qkv_error *err, const struct qkv_gguf *gguf,
-                                    const char *key, double *out);
-enum qkv_status qkv_gguf_get_bool(struct qkv_error *err, const struct qkv_gguf *gguf,
-                                  const char *key, bool *out);
-enum qkv_status qkv_gguf_get_string(struct qkv_error *err, const struct qkv_gguf *gguf,
-                                    const char *key, const char **text, size_t *n_bytes);
+/* By key. An absent key leaves *out, which holds the default; a value that is no integer is an
+ * error that names key and type. */
 enum qkv_status qkv_gguf_opt_int(struct qkv_error *err, const struct qkv_gguf *gguf,
                                  const char *key, int64_t *out);
-enum qkv_status qkv_gguf_opt_double(struct qkv_error *err, const struct qkv_gguf *gguf,
-                                    const char *key, double *out);
-enum qkv_status qkv_gguf_opt_bool(struct qkv_error *err, const struct qkv_gguf *gguf,
-                                  const char *key, bool *out);
-enum qkv_status qkv_gguf_opt_string(struct qkv_error *err, const struct qkv_gguf *gguf,
-                                    const char *key, const char **text, size_t *n_bytes);
 
 #endif

@@ -76,24 +76,4 @@ enum qkv_status qkv_json_as_double(struct qkv_error *err, const struct qkv_json_
 enum qkv_status qkv_json_as_string(struct qkv_error *err, const struct qkv_json_node *node,
                                    const char *what, const char **out);
 
-/* A member of an object that must be there. */
-enum qkv_status qkv_json_get_bool(struct qkv_error *err, const struct qkv_json_node *object,
-                                  const char *key, bool *out);
-enum qkv_status qkv_json_get_int(struct qkv_error *err, const struct qkv_json_node *object,
-                                 const char *key, int64_t *out);
-enum qkv_status qkv_json_get_double(struct qkv_error *err, const struct qkv_json_node *object,
-                                    const char *key, double *out);
-enum qkv_status qkv_json_get_string(struct qkv_error *err, const struct qkv_json_node *object,
-                                    const char *key, const char **out);
-
-/* The same where it may be absent or null: *out is left as it is then, so it holds the default. */
-enum qkv_status qkv_json_opt_bool(struct qkv_error *err, const struct qkv_json_node *object,
-                                  const char *key, bool *out);
-enum qkv_status qkv_json_opt_int(struct qkv_error *err, const struct qkv_json_node *object,
-                                 const char *key, int64_t *out);
-enum qkv_status qkv_json_opt_double(struct qkv_error *err, const struct qkv_json_node *object,
-                                    const char *key, double *out);
-enum qkv_status qkv_json_opt_string(struct qkv_error *err, const struct qkv_json_node *object,
-                                    const char *key, const char **out);
-
 #endif

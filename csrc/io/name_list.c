@@ -88,6 +88,13 @@ size_t qkv_utf8_char(const unsigned char *p, size_t left)
     return n;
 }
 
+bool qkv_text_ends_with(const char *text, const char *end)
+{
+    size_t n_text = strlen(text);
+    size_t n_end = strlen(end);
+    return n_text >= n_end && strcmp(text + n_text - n_end, end) == 0;
+}
+
 bool qkv_name_valid(const char *text, size_t n_bytes)
 {
     const unsigned char *p = (const unsigned char *)text;

@@ -26,6 +26,8 @@ const struct qkv_name *qkv_names_find(const struct qkv_name *names, size_t n, co
  * there is none: surrogates, overlong forms and values above U+10FFFF are not well-formed. */
 size_t qkv_utf8_char(const unsigned char *p, size_t left);
 
+bool qkv_text_ends_with(const char *text, const char *end);
+
 /* A name that a message may show and C may hold: not empty, UTF-8, no zero byte. */
 bool qkv_name_valid(const char *text, size_t n_bytes);
 

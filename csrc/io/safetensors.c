@@ -27,7 +27,7 @@ static enum qkv_status read_dtype(struct qkv_error *err, const char *name,
                                   const struct qkv_json_node *entry, enum qkv_format *out)
 {
     const char *dtype = NULL;
-    if (qkv_json_get_string(err, entry, "dtype", &dtype) != QKV_OK) {
+    if (qkv_json_as_string(err, qkv_json_find(entry, "dtype"), "dtype", &dtype) != QKV_OK) {
         return qkv_fail_prefix(err, QKV_ERR_CHECKPOINT, name);
     }
     *out = qkv_format_from_safetensors(dtype, strlen(dtype));

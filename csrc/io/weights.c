@@ -38,13 +38,6 @@ struct qkv_weights {
 
 /* --- files ----------------------------------------------------------------------------------- */
 
-static bool ends_with(const char *text, const char *end)
-{
-    size_t n_text = strlen(text);
-    size_t n_end = strlen(end);
-    return n_text >= n_end && strcmp(text + n_text - n_end, end) == 0;
-}
-
 /* "a/b" -> "a", "b" -> ".", "/b" -> "/". */
 static enum qkv_status folder_of(struct qkv_error *err, const char *path, char **out)
 {
@@ -64,16 +57,16 @@ static const char *base_name(const char *path)
 }
 
 /* A copy without trailing slashes. */
-static enum qkv_status copy_folder(struct qkv_error *err, const char *path, char **out)
+static enum qkv_status copy_path(struct qkv_error *err, const char *path, char **out)
 {
     size_t n = strlen(path);
     while (n > 1 && path[n - 1] == '/') {
         n--;
     }
-    void *folder = NULL;
-    QKV_TRY(qkv_calloc(err, n + 1, 1, &folder));
-    memcpy(folder, path, n);
-    *out = folder;
+    void *copy = NULL;
+    QKV_TRY(qkv_calloc(err, n + 1, 1, &copy));
+    memcpy(copy, path, n);
+    *out = copy;
     return QKV_OK;
 }
 
@@ -166,7 +159,7 @@ static enum qkv_status check_shard_name(struct qkv_error *err, const struct qkv_
     const char *name = NULL;
     QKV_TRY(qkv_json_as_string(err, value, key->as.text, &name));
     if (name[0] == '\0' || strchr(name, '/') != NULL || strchr(name, '\\') != NULL ||
-        !ends_with(name, ".safetensors")) {
+        !qkv_text_ends_with(name, ".safetensors")) {
         return qkv_fail(err, QKV_ERR_CHECKPOINT,
                         "tensor %.200s: \"%.200s\" is no name of a .safetensors file in the folder",
                         key->as.text, name);
@@ -388,7 +381,7 @@ static enum qkv_status open_gguf(struct qkv_error *err, struct qkv_weights *weig
     int64_t count;
     int64_t n_tensors = -1;
     weights->container = QKV_CONTAINER_GGUF;
-    QKV_TRY(copy_folder(err, path, &copy));
+    QKV_TRY(copy_path(err, path, &copy));
     QKV_TRY(add_file(err, weights, copy));
     QKV_TRY(read_split_keys(err, &weights->files[0], &no, &count));
     if (count < 0 || count > SPLIT_MAX) {
@@ -414,7 +407,7 @@ static enum qkv_status open_safetensors(struct qkv_error *err, struct qkv_weight
                                         const char *path)
 {
     char *copy = NULL;
-    QKV_TRY(copy_folder(err, path, &copy));
+    QKV_TRY(copy_path(err, path, &copy));
     QKV_TRY(add_file(err, weights, copy));
     return collect_tensors(err, weights);
 }
@@ -428,7 +421,7 @@ static enum qkv_status choose_gguf(struct qkv_error *err, const char *folder, ch
     *out = NULL;
     for (size_t i = 0; i < n_names; i++) {
         struct split_name split = {0};
-        if (!ends_with(names[i], ".gguf")) {
+        if (!qkv_text_ends_with(names[i], ".gguf")) {
             continue;
         }
         bool is_part = parse_split_name(names[i], &split);
@@ -499,14 +492,14 @@ static enum qkv_status open_path(struct qkv_error *err, struct qkv_weights *weig
                                  const char *path)
 {
     if (qkv_path_is_folder(path)) {
-        QKV_TRY(copy_folder(err, path, &weights->folder));
+        QKV_TRY(copy_path(err, path, &weights->folder));
         return open_folder(err, weights);
     }
     QKV_TRY(folder_of(err, path, &weights->folder));
-    if (ends_with(path, ".gguf")) {
+    if (qkv_text_ends_with(path, ".gguf")) {
         return open_gguf(err, weights, path);
     }
-    if (ends_with(path, ".safetensors")) {
+    if (qkv_text_ends_with(path, ".safetensors")) {
         return open_safetensors(err, weights, path);
     }
     if (!qkv_path_is_file(path)) {

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "base/mem.h"
+#include "io/name_list.h"
 #include "model/kv_scales.h"
 
 struct part_names {
@@ -206,18 +207,12 @@ static enum qkv_status bind_layer(struct qkv_error *err, struct binder *binder)
     return QKV_OK;
 }
 
-static bool ends_with(const char *text, const char *end)
-{
-    const size_t text_len = strlen(text);
-    const size_t end_len = strlen(end);
-    return text_len >= end_len && strcmp(text + text_len - end_len, end) == 0;
-}
-
 /* Constants that old versions of transformers saved; they follow from the config. */
 static bool is_derived(const char *name)
 {
-    return ends_with(name, "rotary_emb.inv_freq") || ends_with(name, "rotary_emb.cos_cached") ||
-           ends_with(name, "rotary_emb.sin_cached");
+    return qkv_text_ends_with(name, "rotary_emb.inv_freq") ||
+           qkv_text_ends_with(name, "rotary_emb.cos_cached") ||
+           qkv_text_ends_with(name, "rotary_emb.sin_cached");
 }
 
 /* Bound and checked by kv_scales.c. */
@@ -234,7 +229,7 @@ static const char *const QUANT_ENDS[] = {"weight_scale", "weight_scale_inv", "in
 static bool ends_with_any(const char *name, const char *const *ends, size_t n_ends)
 {
     for (size_t i = 0; i < n_ends; i++) {
-        if (ends_with(name, ends[i])) {
+        if (qkv_text_ends_with(name, ends[i])) {
             return true;
         }
     }

@@ -60,9 +60,10 @@ static inline const struct qkv_tensor *qkv_bound_get(const struct qkv_bound *bou
 
 /* Binds every tensor that `config` calls for and proves that no other is there. QKV_ERR_CHECKPOINT
  * names one that is missing, misshapen or left over; QKV_ERR_UNSUPPORTED one that holds scales of a
- * quantized weight. Scales of the KV cache are proven sound (kv_scales.h) and not bound here. Constants that follow from the config (rotary_emb.inv_freq) may be
- * there. With tied embeddings, the head is NULL unless the file holds a head with other values than
- * the embedding's: transformers then uses the head, and so should the caller. */
+ * quantized weight. Scales of the KV cache are proven sound (kv_scales.h) and not bound here.
+ * Constants that follow from the config (rotary_emb.inv_freq) may be there. With tied embeddings,
+ * the head is NULL unless the file holds a head with other values than the embedding's:
+ * transformers then uses the head, and so should the caller. */
 enum qkv_status qkv_bind_model(struct qkv_error *err, const struct qkv_weights *weights,
                                const struct qkv_model_config *config, struct qkv_bound *out);
 void qkv_bound_free(struct qkv_bound *bound);

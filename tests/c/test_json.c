@@ -191,36 +191,34 @@ static void test_containers(void)
     CHECK(qkv_json_find(array, "a") == NULL);
     CHECK(qkv_json_find(NULL, "a") == NULL);
     double x = 0.0;
-    int64_t n = 5;
+    int64_t n = 0;
     bool t = false;
     const char *s = NULL;
-    CHECK_OK(qkv_json_get_double(&err, root, "x", &x), err);
+    CHECK_OK(qkv_json_as_double(&err, qkv_json_find(root, "x"), "x", &x), err);
     CHECK_EQ_FLOAT(x, -2.5);
     CHECK_OK(qkv_json_as_double(&err, array + 1, "a[0]", &x), err);
     CHECK_EQ_FLOAT(x, 1.0);
-    CHECK_OK(qkv_json_get_bool(&err, root, "t", &t), err);
+    CHECK_OK(qkv_json_as_bool(&err, qkv_json_find(root, "t"), "t", &t), err);
     CHECK(t);
-    CHECK_OK(qkv_json_opt_int(&err, root, "n", &n), err);
-    CHECK_OK(qkv_json_opt_int(&err, root, "absent", &n), err);
-    CHECK_EQ_INT(n, 5);
-    CHECK_OK(qkv_json_opt_int(&err, qkv_json_find(root, "a") + 1, "absent", &n), err);
+    CHECK(qkv_json_find(root, "absent") == NULL);
+    CHECK(qkv_json_find(array + 1, "absent") == NULL);
     CHECK_OK(qkv_json_as_int(&err, array + 1, "a[0]", &n), err);
     CHECK_EQ_INT(n, 1);
-    CHECK_OK(qkv_json_opt_double(&err, root, "absent", &x), err);
-    CHECK_OK(qkv_json_opt_string(&err, root, "n", &s), err);
-    CHECK(x == 1.0 && s == NULL);
-    CHECK_ERROR(qkv_json_opt_double(&err, root, "t", &x), err, QKV_ERR_CHECKPOINT,
-                "t is a boolean, expected a number");
+    CHECK_ERROR(qkv_json_as_double(&err, qkv_json_find(root, "t"), "t", &x), err,
+                QKV_ERR_CHECKPOINT, "t is a boolean, expected a number");
     CHECK_OK(qkv_json_as_string(&err, array + array->n_nodes - 1, "last", &s), err);
     CHECK_EQ_STR(s, "s");
-    CHECK_ERROR(qkv_json_get_int(&err, root, "absent", &n), err, QKV_ERR_CHECKPOINT,
+    CHECK(x == 1.0);
+    CHECK_ERROR(qkv_json_as_int(&err, NULL, "absent", &n), err, QKV_ERR_CHECKPOINT,
                 "absent is missing");
-    CHECK_ERROR(qkv_json_get_int(&err, root, "x", &n), err, QKV_ERR_CHECKPOINT,
+    CHECK_ERROR(qkv_json_as_int(&err, qkv_json_find(root, "x"), "x", &n), err, QKV_ERR_CHECKPOINT,
                 "x is -2.5, expected an integer");
-    CHECK_ERROR(qkv_json_opt_bool(&err, root, "a", &t), err, QKV_ERR_CHECKPOINT,
+    CHECK_ERROR(qkv_json_as_bool(&err, array, "a", &t), err, QKV_ERR_CHECKPOINT,
                 "a is an array, expected a boolean");
-    CHECK_ERROR(qkv_json_get_string(&err, root, "n", &s), err, QKV_ERR_CHECKPOINT,
-                "n is null, expected a string");
+    CHECK_ERROR(qkv_json_as_string(&err, qkv_json_find(root, "n"), "n", &s), err,
+                QKV_ERR_CHECKPOINT, "n is null, expected a string");
+    CHECK(n == 1 && t);
+    CHECK_EQ_STR(s, "s");
     qkv_json_free(json);
     json = parse("[\"a\\u0000b\"]");
     CHECK_ERROR(qkv_json_as_string(&err, qkv_json_root(json) + 1, "name", &s), err,
