@@ -5,7 +5,7 @@
  *   Host data goes in by arguments and upload(), comes out by download() and the sampling results.
  * - Calls on a device come from one thread at a time. Work is enqueued on the device's one stream
  *   in call order; host arrays in arguments are read before the call returns, host outputs are
- * valid after sync(). (The CPU backend does everything before it returns.)
+ *   valid after sync(). (The CPU backend does everything before it returns.)
  * - Activations between operations are fp32, row-major. `linear` rounds its input to bf16 once
  *   (compute bf16) or not at all (compute float32).
  * - The result of a row depends on that row and its sequence alone: never on the other rows, on how

@@ -6,13 +6,15 @@
  * and one scale byte per block of channels; the last block may be short. x ~ code * block scale *
  * layer scale.
  *
- *   bf16            nearest, ties to even; infinities and NaN stay
- *   float32         as it is
- *   fp8_e4m3, _e5m2 x / layer scale, to nearest, ties to even, clamped to +-448, +-57344
- * (infinities, too); NaN becomes the code 7f (ff if negative) mxfp8           e4m3 over blocks of
- * 32 with an e8m0 exponent ceil(log2(amax / 448)) nvfp4           e2m1 over blocks of 16 with an
- * e4m3 scale amax / (6 * layer scale), clamped to 448 fp4_mx_block16  e2m1 over blocks of 16 with
- * an e8m0 exponent ceil(log2(max(amax / 6, 1e-10))), ties away from zero
+ *   bf16             nearest, ties to even; infinities and NaN stay
+ *   float32          as it is
+ *   fp8_e4m3, _e5m2  x / layer scale, to nearest, ties to even, clamped to +-448, +-57344
+ *                    (infinities, too); NaN becomes the code 7f (ff if negative)
+ *   mxfp8            e4m3 over blocks of 32 with an e8m0 exponent ceil(log2(amax / 448))
+ *   nvfp4            e2m1 over blocks of 16 with an e4m3 scale amax / (6 * layer scale), clamped
+ *                    to 448
+ *   fp4_mx_block16   e2m1 over blocks of 16 with an e8m0 exponent
+ *                    ceil(log2(max(amax / 6, 1e-10))), ties away from zero
  *
  * In the block formats infinities take part as the largest finite fp32, and a NaN makes the block's
  * scale NaN (e8m0 ff, e4m3 7f) and its codes zero: the whole block reads as NaN. Exponents are kept

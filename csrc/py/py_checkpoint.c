@@ -10,7 +10,8 @@
 
 /* Opening and dequantize() give up the GIL, so close() must not come in between. */
 struct checkpoint {
-    PyObject_HEAD struct qkv_weights *weights; /* NULL: closed */
+    PyObject_HEAD
+    struct qkv_weights *weights; /* NULL: closed */
     atomic_flag busy;
 };
 
@@ -58,8 +59,10 @@ static PyObject *checkpoint_new(PyTypeObject *type, PyObject *args, PyObject *kw
     const char *text = PyBytes_AS_STRING(path);
     enum qkv_status status;
     atomic_flag_clear(&cast(object)->busy);
-    Py_BEGIN_ALLOW_THREADS status = qkv_weights_open(&err, text, &weights);
-    Py_END_ALLOW_THREADS Py_DECREF(path);
+    Py_BEGIN_ALLOW_THREADS
+    status = qkv_weights_open(&err, text, &weights);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(path);
     cast(object)->weights = weights;
     if (status != QKV_OK) {
         (void)qkv_py_raise(qkv_py_state_of(object), &err);
@@ -356,10 +359,10 @@ static PyObject *dequantize_tensor(PyObject *object, const struct qkv_tensor *te
     enum qkv_status status;
     float *out = PyArray_DATA((PyArrayObject *)values);
     size_t n = (size_t)PyArray_SIZE((PyArrayObject *)values);
-    Py_BEGIN_ALLOW_THREADS status =
-        qkv_codec_dequantize(&err, tensor->format, tensor->data, n, out);
-    Py_END_ALLOW_THREADS if (status != QKV_OK)
-    {
+    Py_BEGIN_ALLOW_THREADS
+    status = qkv_codec_dequantize(&err, tensor->format, tensor->data, n, out);
+    Py_END_ALLOW_THREADS
+    if (status != QKV_OK) {
         Py_DECREF(values);
         (void)qkv_fail_prefix(&err, status, tensor->name);
         return qkv_py_raise(qkv_py_state_of(object), &err);

@@ -78,10 +78,11 @@ struct qkv_attn_work {
     void *v_tile;
 };
 
-/* How one KV format is written and read, in one arithmetic. A page is 16 tokens of one head; `dim`
- * is the padded dimension. What the attention kernel computes with ("operand pages"): bf16  K
- * [dim/2][16 tokens][2 channels], V [8 token pairs][dim][2 tokens] f32   K [dim][16 tokens], V [16
- * tokens][dim] A load function turns a stored page into an operand page. */
+/* How one KV format is written and read. A page is 16 tokens of one head; `dim` is the padded
+ * dimension. What the attention kernel computes with ("operand pages"):
+ *   bf16  K [dim/2][16 tokens][2 channels], V [8 token pairs][dim][2 tokens]
+ *   f32   K [dim][16 tokens], V [16 tokens][dim]
+ * A load function turns a stored page into an operand page. */
 struct qkv_cpu_kv_codec {
     /* x / scale is encoded; what that clipped, flushed to zero, and max |x| go into *counts. NULL:
      * this format is not built. */

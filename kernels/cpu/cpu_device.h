@@ -1,7 +1,7 @@
 /* What the files of the CPU backend share: the device, its buffers, its scratch memory.
- * cpu_backend.c fills the vtable; cpu_linear.c, cpu_attention.c, cpu_kv.c, cpu_sample.c and
- * cpu_score.c hold the operations: each cuts its work over threads and calls the instruction set's
- * table. */
+ * cpu_backend.c fills the vtable; cpu_weight.c, cpu_linear.c, cpu_attention.c, cpu_kv.c,
+ * cpu_sample.c and cpu_score.c hold the operations: each cuts its work over threads and calls the
+ * instruction set's table. */
 #ifndef QKV_CPU_CPU_DEVICE_H
 #define QKV_CPU_CPU_DEVICE_H
 
@@ -52,11 +52,13 @@ enum qkv_status qkv_cpu_scratch_get(struct qkv_error *err, struct qkv_device *de
 
 /* The operations, with the signatures of struct qkv_backend. */
 
-/* cpu_linear.c */
+/* cpu_weight.c */
 enum qkv_status qkv_cpu_weight_create(struct qkv_error *err, struct qkv_device *dev,
                                       const struct qkv_weight_desc *desc, struct qkv_weight **out);
 void qkv_cpu_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight);
 size_t qkv_cpu_weight_bytes(const struct qkv_weight *weight);
+
+/* cpu_linear.c */
 enum qkv_status qkv_cpu_embed(struct qkv_error *err, struct qkv_device *dev,
                               const struct qkv_weight *table, float scale, struct qkv_buffer *x);
 enum qkv_status qkv_cpu_linear(struct qkv_error *err, struct qkv_device *dev,

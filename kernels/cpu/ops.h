@@ -1,5 +1,5 @@
-/* The table of kernels that each instruction set fills (isa_*.c): the bodies body_*.inc, written once
- * against vec_*.h, and overrides where they lose. The scalar table is the definition. */
+/* The table of kernels that each instruction set fills (isa_*.c): the bodies body_*.inc, written
+ * once against vec_*.h, and overrides where they lose. The scalar table is the definition. */
 #ifndef QKV_CPU_OPS_H
 #define QKV_CPU_OPS_H
 

@@ -64,8 +64,8 @@ static void run_one(const uint8_t *data, size_t size)
 
 static size_t mutate_once(uint8_t *data, size_t size, const struct input *other)
 {
-    static const uint64_t telling[] = {0,         1,          0x7f,        0x80,
-                                       0xff,      0xffff,     0x7fffffff,  0x80000000u,
+    static const uint64_t telling[] = {0,          1,          0x7f,       0x80,
+                                       0xff,       0xffff,     0x7fffffff, 0x80000000u,
                                        0xffffffff, 1ull << 62, UINT64_MAX, 0x100000000u};
     size_t at = random_below(size);
     size_t length = 1 + random_below(16);

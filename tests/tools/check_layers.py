@@ -1,4 +1,5 @@
-"""Proves who may include whom. Prints every breach; exit status 1 if there is one."""
+"""Proves who may include whom, and that no line is too long (clang-format leaves comments alone).
+Prints every breach; exit status 1 if there is one."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ MAY_INCLUDE = {
     "engine": {"base", "quant", "kv", "io", "backend", "model"},
     "py": {"base", "quant", "kv", "io", "backend", "model", "engine"},
 }
+MAX_COLUMNS = 100
 KERNELS_MAY = re.compile(
     r"(backend/backend|base/(status|mem|half|threads|log)|quant/\w+|kv/kv_\w+)\.\w+$"
 )
@@ -47,6 +49,9 @@ def includes(path: Path) -> list[tuple[str, bool]]:
 def breaches_of_file(path: Path) -> Iterator[str]:
     name = path.relative_to(ROOT).as_posix()
     folder = name.split("/")[1]
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if len(line) > MAX_COLUMNS and path.suffix != ".def":
+            yield f"{name}:{number}: {len(line)} columns, at most {MAX_COLUMNS}"
     for target, is_system in includes(path):
         where = f"{name} includes {target}: "
         if name.startswith("csrc/") and not is_system:
