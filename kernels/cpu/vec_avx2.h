@@ -84,11 +84,6 @@ static inline vf vf_load_bf16_odd(const uint16_t *p)
     __m256i high = _mm256_set1_epi32((int)0xffff0000u);
     return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i *)p), high));
 }
-static inline vf vf_load_bf16(const uint16_t *p)
-{
-    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-}
 static inline vf vf_load_f16(const uint16_t *p)
 {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));

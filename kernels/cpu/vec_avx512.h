@@ -86,11 +86,6 @@ static inline vf vf_load_bf16_odd(const uint16_t *p)
     __m512i high = _mm512_set1_epi32((int)0xffff0000u);
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), high));
 }
-static inline vf vf_load_bf16(const uint16_t *p)
-{
-    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
 static inline vf vf_load_f16(const uint16_t *p)
 {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));

@@ -6,7 +6,6 @@
 
 #include <math.h>
 #include <stdint.h>
-#include <string.h>
 
 #include "base/half.h"
 
@@ -79,42 +78,16 @@ static inline float vf_hmax(vf a)
  */
 static inline vf vf_load_bf16_even(const uint16_t *p)
 {
-    uint32_t bits = (uint32_t)p[0] << 16;
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
+    return qkv_bf16_to_f32(p[0]);
 }
 static inline vf vf_load_bf16_odd(const uint16_t *p)
 {
-    uint32_t bits = (uint32_t)p[1] << 16;
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-/* VW consecutive bf16 values. */
-static inline vf vf_load_bf16(const uint16_t *p)
-{
-    return vf_load_bf16_even(p);
+    return qkv_bf16_to_f32(p[1]);
 }
 /* VW f16 values. */
 static inline vf vf_load_f16(const uint16_t *p)
 {
-    uint32_t sign = (uint32_t)(p[0] & 0x8000u) << 16;
-    uint32_t exponent = (p[0] >> 10) & 31u;
-    uint32_t fraction = p[0] & 1023u;
-    float magnitude;
-    uint32_t bits;
-    if (exponent == 0) {
-        magnitude = (float)fraction * 0x1p-24f;
-        memcpy(&bits, &magnitude, sizeof bits);
-    } else if (exponent == 31) {
-        bits = 0x7f800000u | fraction << 13;
-    } else {
-        bits = (exponent + 112u) << 23 | fraction << 13;
-    }
-    bits |= sign;
-    memcpy(&magnitude, &bits, sizeof bits);
-    return magnitude;
+    return qkv_f16_to_f32(p[0]);
 }
 /* VW signed bytes. */
 static inline vf vf_load_i8(const int8_t *p)
@@ -124,24 +97,12 @@ static inline vf vf_load_i8(const int8_t *p)
 /* Rounded to the nearest bf16, ties to even; a NaN stays one. */
 static inline vf vf_round_bf16(vf a)
 {
-    uint32_t bits;
-    memcpy(&bits, &a, sizeof bits);
-    if (a != a) {
-        bits |= 0x400000u;
-    } else {
-        bits += 0x7fffu + ((bits >> 16) & 1u);
-    }
-    bits &= 0xffff0000u;
-    memcpy(&a, &bits, sizeof a);
-    return a;
+    return qkv_bf16_to_f32(qkv_bf16_from_f32(a));
 }
 /* Stores VW consecutive values rounded to bf16. */
 static inline void vf_store_bf16(uint16_t *p, vf a)
 {
-    uint32_t bits;
-    vf rounded = vf_round_bf16(a);
-    memcpy(&bits, &rounded, sizeof bits);
-    p[0] = (uint16_t)(bits >> 16);
+    p[0] = qkv_bf16_from_f32(a);
 }
 static inline vf vf_abs(vf a)
 {
@@ -173,12 +134,9 @@ static inline vf vf_exp(vf a)
     p = fmaf(p, r, 1.0f);
     p = fmaf(p, r, 1.0f);
     int32_t half = (int32_t)n / 2;
-    uint32_t first = (uint32_t)(half + 127) << 23;
-    uint32_t second = (uint32_t)((int32_t)n - half + 127) << 23;
-    float scale[2];
-    memcpy(&scale[0], &first, sizeof first);
-    memcpy(&scale[1], &second, sizeof second);
-    return p * scale[0] * scale[1];
+    float first = qkv_f32_from_bits((uint32_t)(half + 127) << 23);
+    float second = qkv_f32_from_bits((uint32_t)((int32_t)n - half + 127) << 23);
+    return p * first * second;
 }
 
 /* VW 32-bit words of packed 4-bit codes; the codes at bit `shift` as floats, taken as 0 .. 15 or
