@@ -9,10 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include "backend/backend.h"
 #include "base/mem.h"
+#include "base/os.h"
 
 struct block {
     uint8_t *mapping; /* the pages in use, then one that never is */
@@ -128,7 +128,7 @@ static enum qkv_status guard_open(struct qkv_error *err, const struct qkv_device
     void *memory = NULL;
     QKV_TRY(qkv_calloc(err, 1, sizeof(struct guard), &memory));
     struct guard *guard = memory;
-    guard->page_bytes = (size_t)sysconf(_SC_PAGESIZE);
+    guard->page_bytes = qkv_page_bytes();
     struct qkv_allocator allocator = {guard_alloc, guard_free, guard};
     struct qkv_device_options inner = *options;
     inner.allocator = &allocator;

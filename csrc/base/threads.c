@@ -16,9 +16,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "base/mem.h"
+#include "base/os.h"
 
 enum {
     CACHE_LINE = 64,
@@ -108,20 +108,13 @@ static void pause_briefly(void)
 #endif
 }
 
-static int64_t now_ns(void)
-{
-    struct timespec t;
-    (void)clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
 /* Waits until the gate's value is no longer `seen`. */
 static void gate_wait(struct gate *gate, unsigned seen, bool spin)
 {
     if (atomic_load_explicit(&gate->value, memory_order_acquire) != seen) {
         return;
     }
-    int64_t end = spin ? now_ns() + SPIN_NS : 0;
+    uint64_t end = spin ? qkv_clock_ns() + SPIN_NS : 0;
     while (spin) {
         for (int i = 0; i < SPINS_PER_CLOCK; i++) {
             pause_briefly();
@@ -129,7 +122,7 @@ static void gate_wait(struct gate *gate, unsigned seen, bool spin)
                 return;
             }
         }
-        spin = now_ns() < end;
+        spin = qkv_clock_ns() < end;
     }
     (void)pthread_mutex_lock(&gate->lock);
     atomic_fetch_add(&gate->n_sleeping, 1);
