@@ -1,0 +1,560 @@
+"""Scales of the KV cache: read, resolved by precedence, and listed with their source.
+
+A scale is one number per layer for K and one for V, or one per head. It is taken from the side file
+(quantization_param_path), else from the checkpoint, else it is 1.0, with a warning. Every scale
+that was found and is not applied stands in the list with the reason.
+
+The side file has SGLang's schema, {"model_type": ..., "kv_cache": {"dtype": "float8_e4m3fn",
+"scaling_factor": {"0": {"0": 1.5, ...}}}}: one number per layer for both. Here a layer's value may
+also be {"k": x, "v": y}, where x and y are a number or a list with one for each KV head.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _core, options, tables
+
+#: Formats with a scale per layer, and the largest magnitude that they hold at scale 1. nvfp4's is
+#: its global scale: 6 (e2m1) times the largest block scale.
+LIMITS = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "nvfp4": 6.0 * 448.0}
+
+#: Why a cache in another format has none.
+_UNSCALED = {
+    "bf16": "bf16 cache",
+    "float32": "float32 cache",
+    "mxfp8": "block exponents only",
+    "fp4_mx_block16": "block exponents only",
+}
+
+# The side file's names of the formats: torch's, and our own for what torch has none.
+_FILE_DTYPES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "nvfp4": "nvfp4"}
+_DTYPE_NAMES = {kv: name for name, kv in _FILE_DTYPES.items()}
+
+# As the engine takes scales: float32.
+_SMALLEST, _LARGEST = (
+    float(np.finfo(np.float32).smallest_subnormal),
+    float(np.finfo(np.float32).max),
+)
+_log = logging.getLogger("qkv")
+
+Values = NDArray[np.float32]
+
+
+# The side file.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideFile:
+    """Scales as they stand in a file."""
+
+    name: str  # of the file, as messages give it
+    kv_dtype: str
+    model_type: str | None
+    layers: tuple[tuple[Values, Values], ...]  # K and V: [1] or [n_kv_heads]
+    calibration: Mapping[str, Any] = field(default_factory=dict)  # how calibrate() made it
+
+    @property
+    def source(self) -> str:
+        return f"calibrated, {self.name}" if self.calibration else f"file {self.name}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The file's content: SGLang's schema where K and V agree in every layer, else ours."""
+        return file_content(self.kv_dtype, self.layers, self.model_type, self.calibration)
+
+
+def file_content(
+    kv_dtype: str,
+    layers: Sequence[tuple[Values, Values]],
+    model_type: str | None,
+    calibration: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A layer is one number where K and V have the same, else {"k": ..., "v": ...}."""
+
+    def plain(values: Values) -> float | list[float]:
+        return float(values[0]) if len(values) == 1 else [float(v) for v in values]
+
+    factors: dict[str, Any] = {}
+    for layer, (k, v) in enumerate(layers):
+        shared = len(k) == len(v) == 1 and k[0] == v[0]
+        factors[str(layer)] = plain(k) if shared else {"k": plain(k), "v": plain(v)}
+    content: dict[str, Any] = {
+        "model_type": model_type,
+        "kv_cache": {"dtype": _DTYPE_NAMES[kv_dtype], "scaling_factor": {"0": factors}},
+    }
+    if calibration:
+        content["calibration"] = dict(calibration)
+    return content
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} stands there twice")
+    return found
+
+
+class _Reader:
+    """Reads a side file strictly: each complaint names the file and the place."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self._path = path
+
+    def fail(self, text: str) -> _core.CheckpointError:
+        return _core.CheckpointError(f"{self._path}: {text}")
+
+    def content(self) -> Mapping[str, Any]:
+        try:
+            text = self._path.read_text(encoding="utf-8")
+            content = json.loads(text, object_pairs_hook=_no_duplicates)
+        except (OSError, ValueError, RecursionError) as error:
+            raise self.fail(f"not readable as JSON: {error}") from error
+        return self.mapping(content, "the file")
+
+    def mapping(self, value: Any, where: str) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
+            raise self.fail(f"{where} is {type(value).__name__}, must be an object")
+        return value
+
+    def need(self, value: Mapping[str, Any], key: str, where: str) -> Any:
+        if key not in value:
+            raise self.fail(f"{where} has no {key!r}")
+        return value[key]
+
+    def only(self, value: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+        for key in value:
+            if key not in keys:
+                raise self.fail(f"{where} has {key!r}, known are {', '.join(keys)}")
+
+    def number(self, value: Any, where: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.fail(f"{where} is {value!r:.40}, must be a number")
+        if not _SMALLEST <= value <= _LARGEST:
+            raise self.fail(f"{where} is {value!r:.40}, must be positive and finite in float32")
+        return float(value)
+
+    def values(self, value: Any, n_kv_heads: int, where: str) -> Values:
+        if not isinstance(value, list):
+            return np.array([self.number(value, where)], np.float32)
+        if len(value) != n_kv_heads:
+            raise self.fail(f"{where} has {len(value)} values, the model has {n_kv_heads} KV heads")
+        numbers = [self.number(one, f"{where}, head {i}") for i, one in enumerate(value)]
+        return np.array(numbers, np.float32)
+
+    def layer(self, value: Any, n_kv_heads: int, where: str) -> tuple[Values, Values]:
+        if not isinstance(value, Mapping):
+            if isinstance(value, list):
+                raise self.fail(f"{where} is a list: per head, it must be {{'k': ..., 'v': ...}}")
+            both = self.values(value, n_kv_heads, where)
+            return both, both
+        self.only(value, ("k", "v"), where)
+        k = self.values(self.need(value, "k", where), n_kv_heads, f"{where}, K")
+        return k, self.values(self.need(value, "v", where), n_kv_heads, f"{where}, V")
+
+    def layers(
+        self, factors: Mapping[str, Any], n_layers: int, n_kv_heads: int
+    ) -> tuple[tuple[Values, Values], ...]:
+        known = {str(layer) for layer in range(n_layers)}
+        for key in factors:
+            if key not in known:
+                raise self.fail(f"layer {key!r}: the model has layers 0 to {n_layers - 1}")
+        for layer in range(n_layers):
+            if str(layer) not in factors:
+                raise self.fail(
+                    f"layer {layer} is missing ({len(factors)} of {n_layers} are there)"
+                )
+        return tuple(self.layer(factors[str(i)], n_kv_heads, f"layer {i}") for i in range(n_layers))
+
+
+def read_side_file(
+    path: str | os.PathLike[str],
+    *,
+    n_layers: int,
+    n_kv_heads: int,
+    model_types: Sequence[str] = (),
+) -> SideFile:
+    """Reads and checks a side file; CheckpointError names what is wrong. `model_types`: the names
+    of the model, one of which the file's must be (null fits any)."""
+    reader = _Reader(Path(path))
+    content = reader.content()
+    model_type = reader.need(content, "model_type", "the file")
+    if model_type is not None and (
+        not isinstance(model_type, str) or model_type not in model_types
+    ):
+        names = " or ".join(repr(name) for name in model_types) or "not known"
+        raise reader.fail(f"model_type is {model_type!r:.60}, the model's is {names}")
+    cache = reader.mapping(reader.need(content, "kv_cache", "the file"), "kv_cache")
+    reader.only(cache, ("dtype", "scaling_factor"), "kv_cache")
+    dtype = reader.need(cache, "dtype", "kv_cache")
+    if not isinstance(dtype, str) or dtype not in _FILE_DTYPES:
+        raise reader.fail(f"kv_cache dtype is {dtype!r:.60}, known are {', '.join(_FILE_DTYPES)}")
+    ranks = reader.need(cache, "scaling_factor", "kv_cache")
+    ranks = reader.mapping(ranks, "scaling_factor")
+    if list(ranks) != ["0"]:
+        raise reader.fail(
+            f"scaling_factor has the ranks {', '.join(ranks) or 'of none'}: one rank, '0', is used "
+            "here (a file for tensor parallelism holds parts of layers)"
+        )
+    factors = reader.mapping(ranks["0"], "scaling_factor rank 0")
+    calibration = content.get("calibration")
+    return SideFile(
+        name=reader.name,
+        kv_dtype=_FILE_DTYPES[dtype],
+        model_type=model_type,
+        layers=reader.layers(factors, n_layers, n_kv_heads),
+        calibration=calibration if isinstance(calibration, Mapping) else {},
+    )
+
+
+# What the checkpoint says.
+
+Carried = list[tuple[int, str, str, Values]]  # Checkpoint.kv_scales()
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, Mapping) else {}
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _scheme(scheme: Any) -> str:
+    """compressed-tensors' kv_cache_scheme as a format; "" if there is none such here."""
+    if isinstance(scheme, Mapping) and scheme.get("type") == "float":
+        return "fp8_e4m3" if scheme.get("num_bits") == 8 else ""
+    return "fp8_e4m3" if scheme == "static" else ""
+
+
+def _quark(entries: Mapping[str, Any]) -> str:
+    dtypes = {_section(_section(entries, key), "output_tensors").get("dtype") for key in entries}
+    return "fp8_e4m3" if dtypes == {"fp8_e4m3"} else ""
+
+
+def declared(folder: str) -> tuple[str, str]:
+    """The KV format that a checkpoint's configs declare, and which key says so. ("", key) if what
+    it declares is not taken by itself (as in SGLang, nvfp4 is not), ("", "") if it declares none.
+    """
+    quantized = _section(_read_config(Path(folder) / "config.json"), "quantization_config")
+    if quantized.get("kv_cache_scheme") is not None:
+        scheme = quantized["kv_cache_scheme"]
+        return _scheme(scheme), "quantization_config.kv_cache_scheme"
+    own = _section(_read_config(Path(folder) / "hf_quant_config.json"), "quantization")
+    for where, section in (("quantization_config", quantized), ("hf_quant_config.json", own)):
+        algo = section.get("kv_cache_quant_algo")
+        if algo is not None:
+            kv = "fp8_e4m3" if str(algo).upper() == "FP8" else ""
+            return kv, f"{where}: kv_cache_quant_algo {algo}"
+    quark = _section(quantized, "kv_cache_quant_config")
+    if quark:
+        return _quark(quark), "quantization_config.kv_cache_quant_config"
+    return "", ""
+
+
+def auto_reason(taken: str, key: str, compute_dtype: str) -> str:
+    """Why kv_cache_dtype="auto" took a format."""
+    if compute_dtype == "float32":
+        return "the reference arithmetic keeps its cache in float32"
+    if taken != "bf16":
+        return f"the checkpoint declares it ({key})"
+    if key:
+        return f"the model's dtype; what the checkpoint declares ({key}) is not taken by itself"
+    return "the model's dtype; the checkpoint declares no format for the cache"
+
+
+def model_types(checkpoint: _core.Checkpoint) -> list[str]:
+    """The names by which a side file may call the model."""
+    if checkpoint.container == "gguf":
+        arch = checkpoint.metadata().get("general.architecture")
+        return [str(arch)] if arch else []
+    config = _read_config(Path(checkpoint.folder) / "config.json")
+    found = [config.get("model_type"), _section(config, "text_config").get("model_type")]
+    return [name for name in found if isinstance(name, str)]
+
+
+# The table.
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvScale:
+    """A scale of one lane and layer. The shares and `amax` are of what the lane has stored so far,
+    None where it has stored nothing or the row is not of K or V in use."""
+
+    lane: str
+    layer: int
+    kind: str  # "k", "v"; listed only: "q", "prob", "k_zero_point", ...
+    format: str  # of the cache
+    values: tuple[float, ...]  # one, or one per KV head
+    source: str  # "file NAME", "calibrated, NAME", the tensor's name, "default 1.0"
+    applied: bool
+    reason: str = ""  # why it is not
+    clipped: float | None = None  # share of the values that were clipped
+    flushed: float | None = None  # share of the values that are not zero and were stored as zero
+    amax: float | None = None  # largest magnitude, before the scale
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "values": list(self.values)}
+
+    @property
+    def value(self) -> str:
+        """The number, or the range over the heads."""
+        low, high = min(self.values), max(self.values)
+        if low == high:
+            return f"{low:.6g}"
+        return f"{low:.4g} .. {high:.4g} ({len(self.values)} heads)"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.4g} %"
+
+
+class KvScaleTable(Sequence[KvScale]):
+    """Rows by lane and layer. Prints as a table, also in a notebook; to_dict() for JSON."""
+
+    _HEAD = (
+        "lane", "layer", "kind", "scale", "source", "applied", "clipped", "to zero", "largest",
+    )  # fmt: skip
+
+    def __init__(self, rows: Sequence[KvScale]) -> None:
+        self._rows = list(rows)
+
+    @overload
+    def __getitem__(self, place: int) -> KvScale: ...
+    @overload
+    def __getitem__(self, place: slice) -> "KvScaleTable": ...
+    def __getitem__(self, place: int | slice) -> "KvScale | KvScaleTable":
+        found = self._rows[place]
+        return KvScaleTable(found) if isinstance(found, list) else found
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[KvScale]:
+        return iter(self._rows)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        return [row.to_dict() for row in self._rows]
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                row.lane,
+                str(row.layer),
+                row.kind,
+                row.value,
+                row.source,
+                "yes" if row.applied else f"no: {row.reason}",
+                _percent(row.clipped),
+                _percent(row.flushed),
+                "-" if row.amax is None else f"{row.amax:.6g}",
+            )
+            for row in self._rows
+        ]
+
+    def __str__(self) -> str:
+        return tables.text(self._HEAD, self._cells(), left=6)
+
+    def __repr__(self) -> str:
+        return str(self) if self._rows else "KvScaleTable([])"
+
+    def _repr_html_(self) -> str:
+        return tables.as_html(self._HEAD, self._cells())
+
+
+# Which scale is used.
+
+
+@dataclass(frozen=True)
+class Resolved:
+    values: Values  # [n_lanes, n_layers, 2, n_kv_heads]
+    rows: list[KvScale]
+
+
+_LISTED = {
+    "q": "queries are kept in bf16",
+    "prob": "attention probabilities are kept in bf16",
+    "unset": "-1: the checkpoint says that there is none",
+}
+
+
+def _listed_reason(kind: str, query_dtype: str) -> str:
+    if kind == "q" and query_dtype != "bf16":
+        return "queries are quantized at a scale of their own"
+    if kind.endswith(("zero_point", "bias")):
+        return "zero: it changes nothing"
+    return _LISTED.get(kind, "not used")
+
+
+class _Resolver:
+    def __init__(
+        self, file: SideFile | None, carried: Carried, n_kv_heads: int, query_dtype: str
+    ) -> None:
+        self._file = file
+        self._n_kv_heads = n_kv_heads
+        self._query_dtype = query_dtype
+        self._carried: dict[int, Carried] = {}
+        for entry in carried:
+            self._carried.setdefault(entry[0], []).append(entry)
+
+    def lane(self, lane: options.Lane) -> tuple[Values, list[KvScale]]:
+        values = np.ones((len(lane.layers), 2, self._n_kv_heads), np.float32)
+        rows: list[KvScale] = []
+        for layer, pair in enumerate(lane.layers):
+            for half, kind in enumerate("kv"):
+                found = self._half(lane.name, layer, kind, pair[half])
+                rows += found
+                if found[0].applied:
+                    values[layer, half] = found[0].values
+            rows += self._listed(lane.name, layer, "/".join(dict.fromkeys(pair)))
+        return values, rows
+
+    def _half(self, lane: str, layer: int, kind: str, kv_format: str) -> list[KvScale]:
+        """The row of K or V in use, then those that are not."""
+        candidates: list[tuple[str, Values]] = []
+        rest: list[KvScale] = []
+        unscaled = _UNSCALED.get(kv_format, "")
+        if self._file is not None:
+            entry = self._file.source, self._file.layers[layer]["kv".index(kind)]
+            if self._file.kv_dtype == kv_format:
+                candidates.append(entry)
+            else:
+                reason = unscaled or f"the file is for {self._file.kv_dtype}"
+                rest.append(self._row(lane, layer, kind, kv_format, entry, reason))
+        for _, its_kind, tensor, values in self._carried.get(layer, []):
+            if its_kind == kind:
+                candidates.append((tensor, values))
+        if not candidates and not (unscaled and rest):
+            candidates.append(("default 1.0", np.ones(1, np.float32)))
+        rows = []
+        for place, entry in enumerate(candidates):
+            reason = unscaled or (f"overridden by {candidates[0][0]}" if place else "")
+            rows.append(self._row(lane, layer, kind, kv_format, entry, reason))
+        return rows + rest
+
+    def _listed(self, lane: str, layer: int, kv_format: str) -> list[KvScale]:
+        return [
+            self._row(
+                lane, layer, kind, kv_format, (tensor, values),
+                _listed_reason(kind, self._query_dtype),
+            )
+            for _, kind, tensor, values in self._carried.get(layer, [])
+            if kind not in ("k", "v")
+        ]  # fmt: skip
+
+    @staticmethod
+    def _row(
+        lane: str, layer: int, kind: str, kv_format: str, entry: tuple[str, Values], reason: str
+    ) -> KvScale:
+        source, values = entry
+        return KvScale(
+            lane=lane,
+            layer=layer,
+            kind=kind,
+            format=kv_format,
+            values=tuple(float(value) for value in values),
+            source=source,
+            applied=not reason,
+            reason=reason,
+        )
+
+
+def resolve(
+    lanes: Sequence[options.Lane],
+    *,
+    n_kv_heads: int,
+    file: SideFile | None,
+    carried: Carried,
+    query_dtype: str = "bf16",
+) -> Resolved:
+    """Scales of every lane, by precedence: file, checkpoint, 1.0. CheckpointError if there is a
+    file and no lane has its format."""
+    asked = {name for lane in lanes for pair in lane.layers for name in pair}
+    if file is not None and file.kv_dtype not in asked:
+        raise _core.CheckpointError(
+            f"{file.name}: its scales are for {file.kv_dtype}, kv_cache_dtype is "
+            f"{', '.join(sorted(asked))}"
+        )
+    resolver = _Resolver(file, carried, n_kv_heads, query_dtype)
+    done = [resolver.lane(lane) for lane in lanes]
+    rows = [row for _, lane_rows in done for row in lane_rows]
+    return Resolved(np.stack([values for values, _ in done]), rows)
+
+
+def write_log(resolved: Resolved) -> None:
+    """Says what is used, once per lane, and warns of scales that are 1.0 for want of any."""
+    by_lane: dict[str, list[KvScale]] = {}
+    for row in resolved.rows:
+        by_lane.setdefault(row.lane, []).append(row)
+    for lane, rows in by_lane.items():
+        scaled = [row for row in rows if row.applied]
+        missing = [row for row in scaled if row.source == "default 1.0"]
+        found = [row for row in scaled if row.source != "default 1.0"]
+        if found:
+            _log.info(
+                "KV scales of lane %s: %d applied, from %s", lane, len(found), _sources(found)
+            )
+        if missing:
+            formats = ", ".join(sorted({row.format for row in missing}))
+            _log.warning(
+                "KV scales of lane %s: none in a file or in the checkpoint for %d of %d K and V "
+                "(%s): they are stored at scale 1.0",
+                lane, len(missing), len(scaled), formats,
+            )  # fmt: skip
+        unused = [row for row in rows if not row.applied and row.source != "default 1.0"]
+        for reason in sorted({row.reason for row in unused}):
+            some = [row for row in unused if row.reason == reason]
+            _log.info(
+                "KV scales of lane %s: %d not applied (%s), from %s",
+                lane, len(some), reason, _sources(some),
+            )  # fmt: skip
+
+
+def _sources(rows: Sequence[KvScale]) -> str:
+    names = list(dict.fromkeys(row.source for row in rows))
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def with_counts(
+    rows: Sequence[KvScale], counts: Mapping[str, Mapping[str, NDArray[Any]]]
+) -> KvScaleTable:
+    """The rows with what each lane counted (Engine.kv_counts of the core, by lane's name)."""
+    found = []
+    seen: set[tuple[str, int, str]] = set()
+    for row in rows:
+        place = (row.lane, row.layer, row.kind)
+        if row.kind not in ("k", "v") or place in seen:
+            found.append(row)
+            continue
+        seen.add(place)
+        found.append(_counted(row, counts[row.lane]))
+    return KvScaleTable(found)
+
+
+def _counted(row: KvScale, counts: Mapping[str, NDArray[Any]]) -> KvScale:
+    at = (row.layer, "kv".index(row.kind))
+    n_values = int(counts["n_values"][at].sum())
+    if n_values == 0:
+        return row
+    return KvScale(
+        **{
+            **vars(row),
+            "clipped": int(counts["n_clipped"][at].sum()) / n_values,
+            "flushed": int(counts["n_flushed"][at].sum()) / n_values,
+            "amax": float(counts["amax"][at].max()),
+        }
+    )
