@@ -37,6 +37,9 @@ int qkv_py_int32(PyObject *obj, const char *name, int32_t low, int32_t *out); /*
 int qkv_py_uint64(PyObject *obj, const char *name, uint64_t *out);
 int qkv_py_float(PyObject *obj, const char *name, float *out); /* the engine checks the range */
 
+/* [build(ctx, 0), ..., build(ctx, n - 1)]; NULL with the exception of the first that is NULL. */
+PyObject *qkv_py_list(size_t n, PyObject *(*build)(const void *ctx, size_t i), const void *ctx);
+
 /* dict[name] = value, stealing `value`; -1 if value is NULL or on failure. */
 int qkv_py_set(PyObject *dict, const char *name, PyObject *value);
 

@@ -120,6 +120,11 @@ static PyObject *get_folder(PyObject *object, void *unused)
     return result;
 }
 
+static PyObject *file_at(const void *weights, size_t i)
+{
+    return PyUnicode_DecodeFSDefault(qkv_weights_file(weights, i));
+}
+
 static PyObject *get_files(PyObject *object, void *unused)
 {
     (void)unused;
@@ -127,38 +132,23 @@ static PyObject *get_files(PyObject *object, void *unused)
     if (weights == NULL) {
         return NULL;
     }
-    size_t n = qkv_weights_file_count(weights);
-    PyObject *list = PyList_New((Py_ssize_t)n);
-    for (size_t i = 0; list != NULL && i < n; i++) {
-        PyObject *file = PyUnicode_DecodeFSDefault(qkv_weights_file(weights, i));
-        if (file == NULL) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, (Py_ssize_t)i, file);
-    }
+    PyObject *list = qkv_py_list(qkv_weights_file_count(weights), file_at, weights);
     leave(object);
     return list;
 }
 
-static PyObject *build_shape(const struct qkv_tensor *tensor)
+static PyObject *size_at(const void *shape, size_t i)
 {
-    PyObject *shape = PyTuple_New(tensor->n_dims);
-    for (int32_t i = 0; shape != NULL && i < tensor->n_dims; i++) {
-        PyObject *size = PyLong_FromLongLong(tensor->shape[i]);
-        if (size == NULL) {
-            Py_CLEAR(shape);
-            break;
-        }
-        PyTuple_SET_ITEM(shape, i, size);
-    }
-    return shape;
+    return PyLong_FromLongLong(((const int64_t *)shape)[i]);
 }
 
-static PyObject *build_tensor(const struct qkv_tensor *tensor)
+static PyObject *tensor_at(const void *weights, size_t i)
 {
+    const struct qkv_tensor *tensor = qkv_weights_at(weights, i);
     PyObject *name = qkv_py_text(tensor->name);
-    PyObject *shape = build_shape(tensor);
+    PyObject *sizes = qkv_py_list((size_t)tensor->n_dims, size_at, tensor->shape);
+    PyObject *shape = sizes == NULL ? NULL : PyList_AsTuple(sizes);
+    Py_XDECREF(sizes);
     if (name == NULL || shape == NULL) {
         Py_XDECREF(name);
         Py_XDECREF(shape);
@@ -175,16 +165,7 @@ static PyObject *checkpoint_tensors(PyObject *object, PyObject *unused)
     if (weights == NULL) {
         return NULL;
     }
-    size_t n = qkv_weights_count(weights);
-    PyObject *list = PyList_New((Py_ssize_t)n);
-    for (size_t i = 0; list != NULL && i < n; i++) {
-        PyObject *tensor = build_tensor(qkv_weights_at(weights, i));
-        if (tensor == NULL) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, (Py_ssize_t)i, tensor);
-    }
+    PyObject *list = qkv_py_list(qkv_weights_count(weights), tensor_at, weights);
     leave(object);
     return list;
 }
@@ -287,27 +268,18 @@ static PyObject *checkpoint_model_config(PyObject *object, PyObject *unused)
     return result;
 }
 
-static PyObject *build_kv_scales(const struct qkv_kv_scales *scales)
+static PyObject *kv_scale_at(const void *scales, size_t i)
 {
-    PyObject *list = PyList_New((Py_ssize_t)scales->n);
-    for (size_t i = 0; list != NULL && i < scales->n; i++) {
-        const struct qkv_kv_scale *item = &scales->items[i];
-        PyObject *name = qkv_py_text(item->tensor);
-        PyObject *values = qkv_npy_copy_1d(NPY_FLOAT32, item->n_values, item->values);
-        PyObject *tuple = NULL;
-        if (name != NULL && values != NULL) {
-            tuple = Py_BuildValue("(isOO)", (int)item->layer, qkv_kv_scale_kind_name(item->kind),
-                                  name, values);
-        }
+    const struct qkv_kv_scale *item = &((const struct qkv_kv_scales *)scales)->items[i];
+    PyObject *name = qkv_py_text(item->tensor);
+    PyObject *values = qkv_npy_copy_1d(NPY_FLOAT32, item->n_values, item->values);
+    if (name == NULL || values == NULL) {
         Py_XDECREF(name);
         Py_XDECREF(values);
-        if (tuple == NULL) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, (Py_ssize_t)i, tuple);
+        return NULL;
     }
-    return list;
+    return Py_BuildValue("(isNN)", (int)item->layer, qkv_kv_scale_kind_name(item->kind), name,
+                         values);
 }
 
 /* A config that is not supported (quantized weights, another architecture) does not hide the
@@ -323,9 +295,8 @@ static PyObject *checkpoint_kv_scales(PyObject *object, PyObject *unused)
     PyObject *result = NULL;
     struct qkv_model_config *config = PyMem_Calloc(1, sizeof *config);
     if (config == NULL) {
-        (void)PyErr_NoMemory();
         leave(object);
-        return NULL;
+        return PyErr_NoMemory();
     }
     enum qkv_status status = qkv_model_config_read(&err, weights, config);
     if (status == QKV_OK || status == QKV_ERR_UNSUPPORTED) {
@@ -333,7 +304,7 @@ static PyObject *checkpoint_kv_scales(PyObject *object, PyObject *unused)
         const struct qkv_model_config *known = status == QKV_OK ? config : NULL;
         status = qkv_kv_scales_read(&err, weights, known, &scales);
         if (status == QKV_OK) {
-            result = build_kv_scales(&scales);
+            result = qkv_py_list(scales.n, kv_scale_at, &scales);
             qkv_kv_scales_free(&scales);
         }
     }

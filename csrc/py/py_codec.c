@@ -9,61 +9,56 @@
 #include "quant/codec.h"
 #include "quant/formats.h"
 
-/* Appends `item`, which it takes over; -1 if it is NULL or on failure. */
-static int append(PyObject *list, PyObject *item)
+static PyObject *isa_at(const void *unused, size_t i)
 {
-    if (item == NULL) {
-        return -1;
-    }
-    int result = PyList_Append(list, item);
-    Py_DECREF(item);
-    return result;
+    (void)unused;
+    const char *name = NULL;
+    bool usable = false;
+    (void)qkv_cpu_isa(i, &name, &usable);
+    return Py_BuildValue("(sO)", name, usable ? Py_True : Py_False);
 }
 
 static PyObject *list_isas(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-    PyObject *list = PyList_New(0);
+    size_t n = 0;
     const char *name = NULL;
     bool usable = false;
-    for (size_t i = 0; list != NULL && qkv_cpu_isa(i, &name, &usable); i++) {
-        if (append(list, Py_BuildValue("(sO)", name, usable ? Py_True : Py_False)) < 0) {
-            Py_CLEAR(list);
-        }
+    while (qkv_cpu_isa(n, &name, &usable)) {
+        n++;
     }
-    return list;
+    return qkv_py_list(n, isa_at, NULL);
+}
+
+static PyObject *format_at(const void *unused, size_t i)
+{
+    (void)unused;
+    const struct qkv_format_traits *traits = qkv_format_traits((enum qkv_format)i);
+    return Py_BuildValue("(sO)", traits->name, traits->code != QKV_CODE_NONE ? Py_True : Py_False);
 }
 
 static PyObject *list_formats(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-    PyObject *list = PyList_New(0);
-    for (int i = 0; list != NULL && i < QKV_FORMAT_COUNT; i++) {
-        const struct qkv_format_traits *traits = qkv_format_traits((enum qkv_format)i);
-        PyObject *has_codec = traits->code != QKV_CODE_NONE ? Py_True : Py_False;
-        if (append(list, Py_BuildValue("(sO)", traits->name, has_codec)) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
+    return qkv_py_list(QKV_FORMAT_COUNT, format_at, NULL);
+}
+
+static PyObject *kv_format_at(const void *unused, size_t i)
+{
+    (void)unused;
+    const int32_t head_dim = 128;
+    enum qkv_kv_format format = (enum qkv_kv_format)i;
+    double bits = 8.0 * (double)qkv_kv_row_bytes(format, head_dim) / head_dim;
+    return Py_BuildValue("(sd)", qkv_kv_format_traits(format)->name, bits);
 }
 
 static PyObject *list_kv_formats(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-    const int32_t head_dim = 128;
-    PyObject *list = PyList_New(0);
-    for (int i = 0; list != NULL && i < QKV_KV_FORMAT_COUNT; i++) {
-        enum qkv_kv_format format = (enum qkv_kv_format)i;
-        double bits = 8.0 * (double)qkv_kv_row_bytes(format, head_dim) / head_dim;
-        if (append(list, Py_BuildValue("(sd)", qkv_kv_format_traits(format)->name, bits)) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
+    return qkv_py_list(QKV_KV_FORMAT_COUNT, kv_format_at, NULL);
 }
 
 static PyObject *kv_row_bytes(PyObject *module, PyObject *args)

@@ -43,14 +43,20 @@ PyObject *qkv_py_raise(const struct qkv_py_state *state, const struct qkv_error 
     return NULL;
 }
 
-int qkv_py_int(PyObject *obj, const char *name, int64_t low, int64_t high, int64_t *out)
+/* As an int object: a new reference. */
+static PyObject *index_of(PyObject *obj, const char *name)
 {
     PyObject *number = PyNumber_Index(obj);
+    if (number == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Format(PyExc_TypeError, "%s: %.100s, must be an int", name, Py_TYPE(obj)->tp_name);
+    }
+    return number;
+}
+
+int qkv_py_int(PyObject *obj, const char *name, int64_t low, int64_t high, int64_t *out)
+{
+    PyObject *number = index_of(obj, name);
     if (number == NULL) {
-        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
-            PyErr_Format(PyExc_TypeError, "%s: %.100s, must be an int", name,
-                         Py_TYPE(obj)->tp_name);
-        }
         return -1;
     }
     int overflow = 0;
@@ -80,12 +86,8 @@ int qkv_py_int32(PyObject *obj, const char *name, int32_t low, int32_t *out)
 
 int qkv_py_uint64(PyObject *obj, const char *name, uint64_t *out)
 {
-    PyObject *number = PyNumber_Index(obj);
+    PyObject *number = index_of(obj, name);
     if (number == NULL) {
-        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
-            PyErr_Format(PyExc_TypeError, "%s: %.100s, must be an int", name,
-                         Py_TYPE(obj)->tp_name);
-        }
         return -1;
     }
     unsigned long long value = PyLong_AsUnsignedLongLong(number);
@@ -117,6 +119,20 @@ int qkv_py_float(PyObject *obj, const char *name, float *out)
     return 0;
 }
 
+PyObject *qkv_py_list(size_t n, PyObject *(*build)(const void *ctx, size_t i), const void *ctx)
+{
+    PyObject *list = PyList_New((Py_ssize_t)n);
+    for (size_t i = 0; list != NULL && i < n; i++) {
+        PyObject *item = build(ctx, i);
+        if (item == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+    }
+    return list;
+}
+
 int qkv_py_set(PyObject *dict, const char *name, PyObject *value)
 {
     if (value == NULL) {
@@ -142,8 +158,9 @@ static const char *scaling_name(enum qkv_rope_scaling scaling)
     return "none";
 }
 
-static PyObject *rope_dict(const struct qkv_rope_config *rope)
+static PyObject *rope_at(const void *ctx, size_t i)
 {
+    const struct qkv_rope_config *rope = &((const struct qkv_model_config *)ctx)->ropes[i];
     return Py_BuildValue(
         "{s:d,s:s,s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:d,s:O,s:i}", "theta", rope->theta, "scaling",
         scaling_name(rope->scaling), "factor", rope->factor, "low_freq_factor",
@@ -153,36 +170,15 @@ static PyObject *rope_dict(const struct qkv_rope_config *rope)
         rope->truncate ? Py_True : Py_False, "original_positions", rope->original_positions);
 }
 
-/* [build(0), build(1), ...] with `build` one of the three below. */
-static PyObject *rope_at(const struct qkv_model_config *config, int32_t i)
+static PyObject *layer_at(const void *ctx, size_t i)
 {
-    return rope_dict(&config->ropes[i]);
+    const struct qkv_layer_config *layer = &((const struct qkv_model_config *)ctx)->layers[i];
+    return Py_BuildValue("{s:i,s:i}", "window", layer->window, "rope", layer->rope);
 }
 
-static PyObject *layer_at(const struct qkv_model_config *config, int32_t i)
+static PyObject *eos_at(const void *ctx, size_t i)
 {
-    return Py_BuildValue("{s:i,s:i}", "window", config->layers[i].window, "rope",
-                         config->layers[i].rope);
-}
-
-static PyObject *eos_at(const struct qkv_model_config *config, int32_t i)
-{
-    return PyLong_FromLong(config->eos_ids[i]);
-}
-
-static PyObject *list_of(const struct qkv_model_config *config, int32_t n,
-                         PyObject *(*build)(const struct qkv_model_config *, int32_t))
-{
-    PyObject *list = PyList_New(n);
-    for (int32_t i = 0; list != NULL && i < n; i++) {
-        PyObject *item = build(config, i);
-        if (item == NULL) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, i, item);
-    }
-    return list;
+    return PyLong_FromLong(((const struct qkv_model_config *)ctx)->eos_ids[i]);
 }
 
 static int set_numbers(PyObject *dict, const struct qkv_model_config *c)
@@ -243,9 +239,9 @@ PyObject *qkv_py_config(const struct qkv_model_config *config)
         qkv_py_set(dict, "act", PyUnicode_FromString(act)) < 0 ||
         qkv_py_set(dict, "dtype", qkv_py_text(config->dtype)) < 0 ||
         qkv_py_set(dict, "kv_declared", qkv_py_text(config->kv_declared)) < 0 ||
-        qkv_py_set(dict, "ropes", list_of(config, config->n_ropes, rope_at)) < 0 ||
-        qkv_py_set(dict, "layers", list_of(config, config->n_layers, layer_at)) < 0 ||
-        qkv_py_set(dict, "eos_ids", list_of(config, config->n_eos, eos_at)) < 0) {
+        qkv_py_set(dict, "ropes", qkv_py_list((size_t)config->n_ropes, rope_at, config)) < 0 ||
+        qkv_py_set(dict, "layers", qkv_py_list((size_t)config->n_layers, layer_at, config)) < 0 ||
+        qkv_py_set(dict, "eos_ids", qkv_py_list((size_t)config->n_eos, eos_at, config)) < 0) {
         Py_DECREF(dict);
         return NULL;
     }
