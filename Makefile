@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make demo          a real model answers a batch of GSM8K questions on this machine's CPU"
 	@echo "make test          all tests"
-	@echo "make dev           editable install with asserts on (-O1 -g)"
+	@echo "make dev           editable install with asserts on"
 	@echo "make check         what to run before a commit (< 90 s)"
 	@echo "make format        clang-format and ruff, in place"
 	@echo "make asan tsan     C tests, fuzz replay and pytest under ASan+UBSan; C tests under TSan"
@@ -129,8 +129,8 @@ isa: $(VENV)/test.stamp
 	done
 	QKV_EMULATE_DPBF16=1 QKV_ISA=avx512bf16 $(CTESTS)
 
-bench: $(VENV)/core.stamp
-	for file in tests/bench/bench_*.py; do $(BIN)/python $$file || exit 1; done
+bench: $(VENV)/tools.stamp
+	$(CTESTS) --bench
 
 # Gemma-3-270M and Qwen2.5-Coder-0.5B (740 MB), into the cache folder where the tests look.
 soak-models: $(VENV)/core.stamp

@@ -1,7 +1,7 @@
 """Builds qkv._core: host C from csrc/, kernels from kernels/cpu/, one static archive per
 instruction set so that only that archive is compiled with its flags.
 
-Environment: QKV_DEBUG=1 (asserts, -O1 -g), QKV_WERROR=1, QKV_EMULATE_DPBF16=1 (the avx512bf16 tier
+Environment: QKV_DEBUG=1 (asserts, -g), QKV_WERROR=1, QKV_EMULATE_DPBF16=1 (the avx512bf16 tier
 with its one missing instruction emulated: tests on machines that lack it), QKV_BUILD_BASE, CFLAGS.
 `python setup.py build_ext --inplace` alone does not link: use `build_clib build_ext --inplace`.
 tests/tools/ctests.py imports this file for the flags.
@@ -42,7 +42,7 @@ def mode_flags() -> list[str]:
     """What the environment adds to every file's flags."""
     flags = []
     if flag_set("QKV_DEBUG"):
-        flags += ["-O1", "-g", "-UNDEBUG", "-DQKV_DEBUG=1"]
+        flags += ["-O2", "-g", "-UNDEBUG", "-DQKV_DEBUG=1"]
     if flag_set("QKV_WERROR"):
         flags += ["-Werror"]
     if flag_set("QKV_EMULATE_DPBF16"):

@@ -3,6 +3,7 @@
   ctests.py [--variant plain|asan|tsan] [NAME ...]     tests/c/test_NAME.c, all by default
   ctests.py --fuzz-replay [NAME ...]                   tests/fuzz/fuzz_NAME.c over their corpus
   ctests.py --fuzz NAME --seconds 60                   libFuzzer where clang is, else our mutator
+  ctests.py --bench [NAME ...]                         tests/bench/bench_NAME.c, optimized, CSV
 
 Each program is linked with an archive of all objects of its variant, so it gets what it needs and
 nothing more. Sources, flags and instruction sets come from setup.py.
@@ -23,14 +24,15 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZE = ["-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+# Debug builds: asserts on and the check() functions called.
+DEBUG = ["-O2", "-g1", "-UNDEBUG", "-DQKV_DEBUG=1"]
 VARIANTS = {
-    "plain": [],
-    "asan": ["-fsanitize=address,undefined", *SANITIZE],
-    "tsan": ["-fsanitize=thread", *SANITIZE],
-    "fuzzer": ["-fsanitize=address,undefined,fuzzer-no-link", *SANITIZE],
+    "plain": DEBUG,
+    "asan": [*DEBUG, "-fsanitize=address,undefined", *SANITIZE],
+    "tsan": [*DEBUG, "-fsanitize=thread", *SANITIZE],
+    "fuzzer": [*DEBUG, "-fsanitize=address,undefined,fuzzer-no-link", *SANITIZE],
+    "bench": ["-DNDEBUG"],
 }
-# Debug builds: asserts on and the check() functions called; -O1 keeps kernels bearable.
-DEBUG = ["-O1", "-g", "-UNDEBUG", "-DQKV_DEBUG=1"]
 
 
 def load_setup() -> ModuleType:
@@ -71,7 +73,7 @@ class Build:
     def compile(self, source: str, flags: list[str]) -> Path:
         target = self.out / (source.replace("/", "__")[: -len(".c")] + ".o")
         includes = [f"-I{path}" for path in [*self.setup.INCLUDE_DIRS, "tests/c"]]
-        command = [self.compiler, *flags, *self.setup.mode_flags(), *DEBUG, *self.flags, *includes]
+        command = [self.compiler, *flags, *self.setup.mode_flags(), *self.flags, *includes]
         command += ["-MMD", "-c", source, "-o", str(target)]
         if self.is_stale(target, command):
             target.unlink(missing_ok=True)
@@ -192,6 +194,7 @@ def main() -> int:
     parser.add_argument("--fuzz-replay", action="store_true")
     parser.add_argument("--fuzz", metavar="NAME")
     parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--bench", action="store_true")
     parser.add_argument("--build-only", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "ctests")
     parser.add_argument("-j", "--jobs", type=int, default=len(os.sched_getaffinity(0)))
@@ -202,11 +205,16 @@ def main() -> int:
     fuzzing = bool(args.fuzz or args.fuzz_replay)
     compiler = "clang" if args.fuzz and has_clang else os.environ.get("CC", "gcc")
     variant = "fuzzer" if compiler == "clang" and args.fuzz else "asan" if fuzzing else args.variant
+    variant = "bench" if args.bench else variant
     build = Build(variant, args.out.resolve(), compiler, args.jobs)
     archive = build.library()
     if args.fuzz:
         return fuzz(build, named("tests/fuzz", "fuzz", [args.fuzz])[0], archive, args.seconds)
 
+    if args.bench:
+        programs = build.programs([[p] for p in named("tests/bench", "bench", args.names)], archive)
+        codes = [subprocess.run([str(p)], cwd=ROOT).returncode for p in programs if p is not None]
+        return 1 if build.failed or any(codes) else 0
     if args.fuzz_replay:
         sources = named("tests/fuzz", "fuzz", args.names)
         programs = build.programs([[path, "tests/fuzz/replay_main.c"] for path in sources], archive)
