@@ -8,7 +8,9 @@ CTESTS := $(BIN)/python tests/tools/ctests.py -j $(JOBS)
 C_FILES := $(shell find csrc kernels tests/c tests/fuzz -name '*.[ch]')
 BUILD_FILES := $(shell find csrc kernels -name '*.c' -o -name '*.h' -o -name '*.inc' -o -name '*.def')
 PY_FILES := setup.py python tests
-ISAS := scalar avx2 avx512 avx512bf16
+USABLE_ISAS := from qkv import _core; print(*(name for name, usable in _core.isas() if usable))
+KERNEL_TESTS := $(patsubst tests/c/test_%.c,%,$(wildcard $(foreach name,\
+	linear attention* kv_kernels kv_pool sample rope,tests/c/test_$(name).c)))
 T ?= gguf
 SECONDS_PER_TARGET ?= 60
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -120,14 +122,15 @@ pytest-asan: $(VENV)/test.stamp
 fuzz: $(VENV)/tools.stamp
 	$(CTESTS) --fuzz $(T) --seconds $(SECONDS_PER_TARGET)
 
-# What the machine lacks is skipped with its name; the avx512bf16 tier then runs emulated.
+# Whole models on every instruction set of this machine. The C tests of kernels go through all of
+# them by themselves; here once more with avx512bf16 emulated, for machines that lack it.
 isa: $(VENV)/test.stamp
-	for isa in $(ISAS); do \
-		$(BIN)/python tests/tools/isa_usable.py $$isa || continue; \
-		QKV_ISA=$$isa $(CTESTS) || exit 1; \
-		QKV_ISA=$$isa $(BIN)/python -m pytest -q tests/test_kernels.py tests/test_values.py || exit 1; \
+	$(BIN)/qkv info
+	for isa in $$($(BIN)/python -c "$(USABLE_ISAS)"); do \
+		echo "== $$isa"; \
+		QKV_ISA=$$isa $(BIN)/python -m pytest -q tests/test_models.py || exit 1; \
 	done
-	QKV_EMULATE_DPBF16=1 QKV_ISA=avx512bf16 $(CTESTS)
+	QKV_EMULATE_DPBF16=1 $(CTESTS) $(KERNEL_TESTS)
 
 bench: $(VENV)/tools.stamp
 	$(CTESTS) --bench

@@ -61,8 +61,8 @@ def check_kv_formats() -> Iterator[str]:
     path = "csrc/kv/kv_formats.def"
     table = rows(path, "QKV_KV_FORMAT")
     yield from doubles(path, "the name", [row[1] for row in table])
-    kernels = text_of("kernels/cpu/cpu_kv.c") + text_of("kernels/cpu/cpu_attention.c")
-    tests = text_of("tests/test_kernels*.py") + text_of("tests/c/test_*.c")
+    kernels = text_of("kernels/cpu/body_kv*.inc")
+    tests = text_of("tests/c/test_attention*.c") + text_of("tests/c/test_kv_kernels*.c")
     for ident, name, *_ in table:
         if f"QKV_KV_{ident}" in kernels and f"QKV_KV_{ident}" not in tests:
             yield f"{path}: the CPU attends over {name}, but no test names QKV_KV_{ident}"
