@@ -70,7 +70,8 @@ def difference(a: _core.Result, b: _core.Result) -> str:
             continue
         if x.shape != y.shape or x.dtype != y.dtype:
             return f"{name}: {x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}"
-        unequal = np.flatnonzero(x.reshape(-1).view(np.uint32) != y.reshape(-1).view(np.uint32))
+        unequal = np.flatnonzero(x.reshape(-1).view(np.uint8) != y.reshape(-1).view(np.uint8))
+        unequal //= x.dtype.itemsize
         if unequal.size:
             at = int(unequal[0])
             return (

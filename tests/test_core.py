@@ -224,9 +224,11 @@ def test_info_and_memory(path: Path) -> None:
     assert info["device"] == "cpu" and info["isa"] == "scalar" and info["threads"] == 1
     assert info["kv_tokens"] == 96 and info["max_model_len"] == 200 and info["n_lanes"] == 1
     assert info["max_running"] == 64 and info["chunk_tokens"] == 512
-    assert info["compute_dtype"] == "bf16" and info["config"]["vocab"] == 512
+    assert info["compute_dtype"] == info["query_dtype"] == "bf16"
+    assert info["config"]["vocab"] == 512
     memory = engine.memory()
-    assert set(memory) == {"weights", "activations", "kv", "scratch"}
+    assert set(memory) == set("weights activations kv kv_lanes kv_resident hidden scratch".split())
+    assert memory["kv_lanes"] == [memory["kv"]] and memory["kv_resident"] == 0
     assert memory["kv"] >= 96 * 2 * 2 * 2 * 16 * 2  # layers, K and V, heads, channels, bytes
     assert memory["weights"] > 0 and memory["activations"] > 0
     engine.close()

@@ -41,8 +41,9 @@ enum qkv_status qkv_folder_list(struct qkv_error *err, const char *path, char **
                                 size_t *out_n);
 void qkv_folder_list_free(char **names, size_t n);
 
-uint64_t qkv_clock_ns(void);  /* monotonic */
-int64_t qkv_process_id(void); /* changes in a fork */
+uint64_t qkv_memory_available(void); /* bytes that the machine has left; 0: not known */
+uint64_t qkv_clock_ns(void);         /* monotonic */
+int64_t qkv_process_id(void);        /* changes in a fork */
 size_t qkv_page_bytes(void);
 
 #endif

@@ -245,6 +245,21 @@ void qkv_folder_list_free(char **names, size_t n)
     free(names);
 }
 
+/* Linux: pages that can be had without swapping. */
+uint64_t qkv_memory_available(void)
+{
+    char text[4096];
+    int fd = open("/proc/meminfo", O_RDONLY | O_CLOEXEC);
+    if (fd < 0) {
+        return 0;
+    }
+    ssize_t n = read(fd, text, sizeof text - 1);
+    (void)close(fd);
+    text[n > 0 ? n : 0] = '\0';
+    const char *line = strstr(text, "MemAvailable:");
+    return line == NULL ? 0 : 1024 * strtoull(line + strlen("MemAvailable:"), NULL, 10);
+}
+
 uint64_t qkv_clock_ns(void)
 {
     struct timespec now;

@@ -23,6 +23,7 @@ void qkv_engine_info(const struct qkv_engine *engine, struct qkv_engine_info *ou
     memset(out, 0, sizeof *out);
     engine->backend->info(engine->device, &out->device);
     out->compute = engine->compute;
+    out->quantize_q = engine->quantize_q;
     out->config = qkv_model_get_config(engine->model);
     out->kv_tokens = engine->kv_tokens;
     out->n_lanes = engine->n_lanes;
@@ -40,10 +41,15 @@ void qkv_engine_memory(const struct qkv_engine *engine, struct qkv_engine_memory
     qkv_model_memory(engine->model, &model);
     engine->backend->info(engine->device, &device);
     out->weight_bytes = model.weight_bytes;
-    out->activation_bytes = model.activation_bytes;
+    out->activation_bytes = model.activation_bytes + engine->score.gathered_bytes;
+    out->hidden_bytes = engine->score.kept_bytes;
     out->scratch_bytes = device.scratch_bytes;
     for (int32_t i = 0; i < engine->n_lanes; i++) {
-        out->kv_bytes += engine->backend->kv_bytes(engine->lanes[i]);
+        uint64_t n_bytes = engine->backend->kv_bytes(engine->lanes[i]);
+        uint64_t n_pages = (uint64_t)(engine->kv_tokens / QKV_PAGE_TOKENS);
+        out->kv_lane_bytes[i] = n_bytes;
+        out->kv_bytes += n_bytes;
+        out->kv_resident_bytes += n_bytes / n_pages * (uint64_t)engine->n_pages_used[i];
     }
 }
 
@@ -124,6 +130,12 @@ enum qkv_status qkv_engine_add(struct qkv_error *err, struct qkv_engine *engine,
     gen->seq->id = gen->id;
     gen->added_ns = qkv_clock_ns();
     enum qkv_status status = qkv_scheduler_add(err, engine->scheduler, gen->seq);
+    if (status == QKV_OK && params->group != 0) {
+        status = qkv_score_join(err, engine, gen);
+        if (status != QKV_OK) {
+            qkv_engine_release(engine, gen);
+        }
+    }
     if (status != QKV_OK) {
         qkv_generation_destroy(gen);
         return status;
@@ -137,11 +149,25 @@ enum qkv_status qkv_engine_add(struct qkv_error *err, struct qkv_engine *engine,
     return QKV_OK;
 }
 
+void qkv_engine_release(struct qkv_engine *engine, struct qkv_generation *gen)
+{
+    if (gen->seq->state != QKV_SEQ_FINISHED) {
+        qkv_scheduler_finish(engine->scheduler, gen->seq);
+    }
+}
+
 enum qkv_status qkv_engine_result(struct qkv_error *err, const struct qkv_engine *engine,
                                   int64_t id, const struct qkv_generation **out)
 {
     struct qkv_generation *gen = NULL;
     QKV_TRY(find_or_fail(err, engine, id, &gen));
+    if (gen->finish == QKV_FINISH_NONE && gen->seq->state == QKV_SEQ_FINISHED) {
+        const struct qkv_score_group *group = gen->member->group;
+        return qkv_fail(err, QKV_ERR_STATE,
+                        "id %lld: the sequence has not finished: it waits for its group %lld, of "
+                        "whose %d members %d were added",
+                        (long long)id, (long long)group->id, group->n_members, group->n_joined);
+    }
     if (gen->finish == QKV_FINISH_NONE) {
         return qkv_fail(err, QKV_ERR_STATE, "id %lld: the sequence has not finished",
                         (long long)id);
@@ -162,9 +188,10 @@ enum qkv_status qkv_engine_finish(struct qkv_error *err, struct qkv_engine *engi
     }
     if (gen->finish == QKV_FINISH_NONE) {
         gen->finished_ns = qkv_clock_ns();
-        qkv_scheduler_finish(engine->scheduler, gen->seq);
+        qkv_engine_release(engine, gen);
+        qkv_score_leave(engine, gen, gen->finished_ns);
     }
-    gen->finish = QKV_FINISH_STOP;
+    gen->finish = gen->finish == QKV_FINISH_ABORT ? QKV_FINISH_ABORT : QKV_FINISH_STOP;
     gen->stop_token = -1;
     gen->n_output = n_keep;
     return QKV_OK;
@@ -175,9 +202,8 @@ enum qkv_status qkv_engine_drop(struct qkv_error *err, struct qkv_engine *engine
     QKV_TRY(qkv_engine_check_usable(err, engine));
     struct qkv_generation *gen = NULL;
     QKV_TRY(find_or_fail(err, engine, id, &gen));
-    if (gen->finish == QKV_FINISH_NONE) {
-        qkv_scheduler_finish(engine->scheduler, gen->seq);
-    }
+    qkv_engine_release(engine, gen);
+    qkv_score_leave(engine, gen, qkv_clock_ns());
     struct qkv_generation **link = &engine->buckets[bucket_of(engine, id)];
     while (*link != gen) {
         link = &(*link)->next_in_bucket;

@@ -37,9 +37,15 @@ struct qkv_engine_options {
     int32_t n_layers;                     /* of kv_formats; must be the model's */
     const enum qkv_kv_format *kv_formats; /* [n_lanes, n_layers, 2]: of K, of V */
     int64_t kv_tokens;                    /* per lane, rounded down to whole pages */
-    int32_t max_running;                  /* sequences, over all lanes */
-    int32_t chunk_tokens;                 /* prompt rows per step */
-    int32_t max_model_len;                /* 0: the model's */
+    /* [n_scale_lanes, n_layers, 2, n_scale_heads], of K, of V; NULL: all 1. One lane's are for all.
+     * Only formats that have such scales apply theirs. */
+    const float *kv_scales;
+    int32_t n_scale_lanes;
+    int32_t n_scale_heads; /* must be the model's n_kv_heads */
+    bool quantize_q;       /* attention with e4m3 queries, as FA3 has them */
+    int32_t max_running;   /* sequences, over all lanes */
+    int32_t chunk_tokens;  /* prompt rows per step */
+    int32_t max_model_len; /* 0: the model's */
     bool prefix_cache;
     bool offline;
     struct qkv_log log;
@@ -56,6 +62,7 @@ void qkv_engine_close(struct qkv_engine *engine);
 struct qkv_engine_info {
     struct qkv_device_info device;
     enum qkv_compute compute;
+    bool quantize_q;
     const struct qkv_model_config *config; /* valid until close */
     int64_t kv_tokens;                     /* per lane, whole pages */
     int32_t n_lanes;
@@ -70,12 +77,30 @@ void qkv_engine_info(const struct qkv_engine *engine, struct qkv_engine_info *ou
 struct qkv_engine_memory {
     uint64_t weight_bytes;
     uint64_t activation_bytes;
-    uint64_t kv_bytes; /* of all lanes */
+    uint64_t kv_bytes; /* reserved, of all lanes */
+    uint64_t kv_lane_bytes[QKV_LANES_MAX];
+    uint64_t kv_resident_bytes; /* of kv_bytes: up to the last page that was ever used */
+    uint64_t hidden_bytes;      /* rows that wait for a comparison */
     uint64_t scratch_bytes;
 };
 
 void qkv_engine_memory(const struct qkv_engine *engine, struct qkv_engine_memory *out);
 void qkv_engine_counts(const struct qkv_engine *engine, struct qkv_scheduler_counts *out);
+
+/* What a lane applies, [n_layers, 2, n_kv_heads]: 1 where its format has no such scale. */
+const float *qkv_engine_kv_scales(const struct qkv_engine *engine, int32_t lane);
+
+/* What a lane has stored since the last reset: out [n_layers, 2, n_kv_heads], of K, of V. */
+enum qkv_status qkv_engine_kv_counts(struct qkv_error *err, const struct qkv_engine *engine,
+                                     int32_t lane, struct qkv_kv_counts *out);
+enum qkv_status qkv_engine_kv_counts_reset(struct qkv_error *err, struct qkv_engine *engine);
+
+/* Histograms of what a lane stores, as backend.h has them: out [n_layers, 2, n_kv_heads,
+ * QKV_KV_HISTOGRAM_BINS]. */
+enum qkv_status qkv_engine_kv_observe(struct qkv_error *err, struct qkv_engine *engine,
+                                      int32_t lane, bool on);
+enum qkv_status qkv_engine_kv_histogram(struct qkv_error *err, const struct qkv_engine *engine,
+                                        int32_t lane, uint64_t *out);
 
 /* Queues a sequence. QKV_ERR_ARGUMENT, or QKV_ERR_PAGES if it can never fit. */
 enum qkv_status qkv_engine_add(struct qkv_error *err, struct qkv_engine *engine,
@@ -108,11 +133,12 @@ enum qkv_status qkv_engine_step(struct qkv_error *err, struct qkv_engine *engine
 enum qkv_status qkv_engine_result(struct qkv_error *err, const struct qkv_engine *engine,
                                   int64_t id, const struct qkv_generation **out);
 
-/* Ends a sequence in any state as "stop" with its first n_keep output tokens. */
+/* Ends a sequence in any state as "stop" with its first n_keep output tokens. If its comparison is
+ * not complete, the others of its group end, too, and the next step reports them. */
 enum qkv_status qkv_engine_finish(struct qkv_error *err, struct qkv_engine *engine, int64_t id,
                                   int32_t n_keep);
 
-/* Forgets a sequence in any state. */
+/* Forgets a sequence in any state; its group as above. */
 enum qkv_status qkv_engine_drop(struct qkv_error *err, struct qkv_engine *engine, int64_t id);
 
 /* Empties the prefix trees. */

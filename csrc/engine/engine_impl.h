@@ -4,14 +4,18 @@
 
 #include "engine/batch.h"
 #include "engine/engine.h"
+#include "engine/score.h"
 #include "model/model.h"
 
 /* A row of the current step whose logits are needed. */
 struct qkv_wanted_row {
     struct qkv_generation *gen;
-    int32_t row;          /* of the batch */
-    int32_t prompt_index; /* of the prompt figure it gives; -1: it gives the next token */
-    int32_t target;       /* the prompt token to report, -1 if sampled */
+    const struct qkv_buffer *kept; /* where its hidden state is; NULL: in the batch */
+    int32_t row;                   /* of the batch or of `kept` */
+    int32_t prompt_index;          /* of the prompt figure it gives; -1: it gives the next token */
+    int32_t target;                /* the prompt token to report, -1 if sampled */
+    int32_t first; /* the wanted row to compare it with, a few before it; -1: none */
+    int32_t pair;  /* number of the comparison in this step, -1: none */
 };
 
 struct qkv_engine {
@@ -24,6 +28,9 @@ struct qkv_engine {
     enum qkv_compute compute;
     int32_t n_lanes;
     int64_t kv_tokens;
+    float *kv_scales;                    /* [n_lanes, n_layers, 2, n_kv_heads]: applied */
+    int32_t n_pages_used[QKV_LANES_MAX]; /* pages 0 .. n - 1 of the pool have been touched */
+    bool quantize_q;
     int32_t max_running, chunk_tokens, max_model_len, max_rows, max_logit_rows;
     int64_t owner; /* the process that opened it */
 
@@ -33,10 +40,19 @@ struct qkv_engine {
     size_t n_live;
     int64_t next_id;
 
-    /* The current step. Arrays of [max_rows] unless said otherwise. */
+    /* Comparison of lanes. */
+    struct qkv_score score;
+
+    /* The current step. A row of the batch gives at most one wanted row in every lane: when it is
+     * the last of a group to be computed. Hence arrays of [max_rows * n_lanes]. */
     struct qkv_batch_arrays batch;
     struct qkv_wanted_row *wanted;
     int32_t n_wanted;
+    int32_t n_pairs;
+    struct qkv_divergence_pair *pairs; /* [max_logit_rows] */
+    double *kl;                        /* with the two below [n_pairs] */
+    double *kl_reverse;
+    uint8_t *top1;
     int32_t *logit_rows;                /* [max_logit_rows] */
     struct qkv_sample_row *sample_rows; /* [max_logit_rows] */
     int32_t *sampled;                   /* with the two below [n_wanted]: what sampling gave */
@@ -46,9 +62,16 @@ struct qkv_engine {
     int32_t *top_id;    /* [n_wanted, top_stride] */
     float *top_logprob;
     size_t top_id_capacity, top_logprob_capacity;
-    struct qkv_engine_token *step_tokens;
+    struct qkv_engine_token *step_tokens; /* [max_rows] */
     int64_t *step_finished;
+    size_t step_finished_capacity;
 };
+
+/* Adds to the wanted rows of the step. */
+void qkv_engine_want(struct qkv_engine *engine, const struct qkv_wanted_row *row);
+
+/* Out of the scheduler, if it is still in there. */
+void qkv_engine_release(struct qkv_engine *engine, struct qkv_generation *gen);
 
 /* QKV_ERR_STATE in a forked child. */
 enum qkv_status qkv_engine_check_usable(struct qkv_error *err, const struct qkv_engine *engine);

@@ -5,6 +5,8 @@
 #include "base/mem.h"
 #include "base/os.h"
 #include "engine/engine_impl.h"
+#include "engine/engine_kv.h"
+#include "engine/load_log.h"
 #include "io/weights.h"
 
 static enum qkv_status check_range(struct qkv_error *err, const char *name, int64_t value,
@@ -36,6 +38,10 @@ static enum qkv_status check_against_model(struct qkv_error *err,
     if (options->n_layers != config->n_layers) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "kv_formats: %d layers, the model has %d",
                         options->n_layers, config->n_layers);
+    }
+    if (options->kv_scales != NULL && options->n_scale_heads != config->n_kv_heads) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "kv_scales: %d heads, the model has %d KV heads",
+                        options->n_scale_heads, config->n_kv_heads);
     }
     if (options->max_model_len > config->max_positions) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "max_model_len: %d, the model has %d positions",
@@ -111,11 +117,11 @@ static enum qkv_status load_model(struct qkv_error *err, struct qkv_engine *engi
     engine->max_rows = options->chunk_tokens + options->max_running;
     int64_t row_bytes = (int64_t)config->vocab * (int64_t)sizeof(float);
     int64_t logit_rows = QKV_LOGIT_BYTES / row_bytes;
-    if (logit_rows < 1) {
-        logit_rows = 1;
-    }
     if (logit_rows > engine->max_rows) {
         logit_rows = engine->max_rows;
+    }
+    if (logit_rows < options->n_lanes) {
+        logit_rows = options->n_lanes; /* a position is compared in all lanes at once */
     }
     engine->max_logit_rows = (int32_t)logit_rows;
     struct qkv_model_options model = {
@@ -123,6 +129,7 @@ static enum qkv_status load_model(struct qkv_error *err, struct qkv_engine *engi
         .device = engine->device,
         .max_rows = engine->max_rows,
         .max_logit_rows = engine->max_logit_rows,
+        .quantize_q = options->quantize_q,
         .log = &engine->log,
         .progress = options->progress,
         .progress_ctx = options->progress_ctx,
@@ -146,6 +153,7 @@ static enum qkv_status create_lanes(struct qkv_error *err, struct qkv_engine *en
     }
     free(layers);
     QKV_TRY(status);
+    QKV_TRY(qkv_engine_set_kv_scales(err, engine, options));
     engine->kv_tokens = (int64_t)n_pages * QKV_PAGE_TOKENS;
     struct qkv_scheduler_options scheduler = {
         .n_lanes = options->n_lanes,
@@ -160,7 +168,7 @@ static enum qkv_status create_lanes(struct qkv_error *err, struct qkv_engine *en
 
 static enum qkv_status create_arrays(struct qkv_error *err, struct qkv_engine *engine)
 {
-    size_t n = (size_t)engine->max_rows;
+    size_t n = (size_t)engine->max_rows * (size_t)engine->n_lanes;
     size_t n_logits = (size_t)engine->max_logit_rows;
     void *block = NULL;
     QKV_TRY(qkv_batch_init(err, &engine->batch, engine->max_rows));
@@ -176,11 +184,17 @@ static enum qkv_status create_arrays(struct qkv_error *err, struct qkv_engine *e
     engine->sampled_logprob = block;
     QKV_TRY(qkv_calloc(err, n, sizeof(int32_t), &block));
     engine->sampled_rank = block;
-    QKV_TRY(qkv_calloc(err, n, sizeof(struct qkv_engine_token), &block));
+    QKV_TRY(qkv_calloc(err, n_logits, sizeof(struct qkv_divergence_pair), &block));
+    engine->pairs = block;
+    QKV_TRY(qkv_calloc(err, n, sizeof(double), &block));
+    engine->kl = block;
+    QKV_TRY(qkv_calloc(err, n, sizeof(double), &block));
+    engine->kl_reverse = block;
+    QKV_TRY(qkv_calloc(err, n, sizeof(uint8_t), &block));
+    engine->top1 = block;
+    QKV_TRY(qkv_calloc(err, (size_t)engine->max_rows, sizeof(struct qkv_engine_token), &block));
     engine->step_tokens = block;
-    QKV_TRY(qkv_calloc(err, n, sizeof(int64_t), &block));
-    engine->step_finished = block;
-    return QKV_OK;
+    return qkv_score_init(err, engine);
 }
 
 static enum qkv_status open_engine(struct qkv_error *err, struct qkv_engine *engine,
@@ -197,8 +211,19 @@ static enum qkv_status open_engine(struct qkv_error *err, struct qkv_engine *eng
     }
     QKV_TRY(open_device(err, engine, options));
     QKV_TRY(check_kv_support(err, engine, options, config));
+    struct qkv_load_log load_log;
+    struct qkv_model_memory memory;
+    qkv_load_log_begin(&load_log, &engine->log, weights, config);
     QKV_TRY(load_model(err, engine, options, weights, config));
+    qkv_model_memory(engine->model, &memory);
+    qkv_load_log_end(&load_log, config, memory.weight_bytes);
     QKV_TRY(create_lanes(err, engine, options));
+    for (int32_t lane = 0; lane < engine->n_lanes; lane++) {
+        qkv_load_log_pool(&load_log, lane, engine->kv_tokens,
+                          options->kv_formats + (size_t)lane * (size_t)options->n_layers * 2,
+                          options->n_layers, config->head_dim,
+                          engine->backend->kv_bytes(engine->lanes[lane]));
+    }
     return create_arrays(err, engine);
 }
 
@@ -217,6 +242,7 @@ enum qkv_status qkv_engine_open(struct qkv_error *err, const struct qkv_engine_o
     engine = block;
     engine->log = options->log;
     engine->compute = options->compute;
+    engine->quantize_q = options->quantize_q;
     engine->n_lanes = options->n_lanes;
     engine->max_running = options->max_running;
     engine->chunk_tokens = options->chunk_tokens;
@@ -245,6 +271,7 @@ static void destroy_sequences(struct qkv_engine *engine)
     for (size_t i = 0; i < engine->n_buckets; i++) {
         for (struct qkv_generation *gen = engine->buckets[i]; gen != NULL;) {
             struct qkv_generation *next = gen->next_in_bucket;
+            qkv_score_forget(engine, gen);
             qkv_generation_destroy(gen);
             gen = next;
         }
@@ -263,6 +290,7 @@ void qkv_engine_close(struct qkv_engine *engine)
         for (int32_t i = 0; i < engine->n_lanes; i++) {
             engine->backend->kv_destroy(engine->device, engine->lanes[i]);
         }
+        engine->backend->buffer_destroy(engine->device, engine->score.gathered);
         qkv_model_destroy(engine->model);
         engine->backend->close(engine->device);
     }
@@ -273,6 +301,12 @@ void qkv_engine_close(struct qkv_engine *engine)
     free(engine->sampled);
     free(engine->sampled_logprob);
     free(engine->sampled_rank);
+    free(engine->pairs);
+    free(engine->kl);
+    free(engine->kl_reverse);
+    free(engine->top1);
+    free(engine->kv_scales);
+    free(engine->score.row_list);
     free(engine->top_id);
     free(engine->top_logprob);
     free(engine->step_tokens);

@@ -7,29 +7,42 @@
 #include "base/os.h"
 #include "engine/engine_impl.h"
 
-static void want(struct qkv_engine *engine, struct qkv_generation *gen, int32_t row,
-                 int32_t prompt_index, int32_t target)
+void qkv_engine_want(struct qkv_engine *engine, const struct qkv_wanted_row *row)
 {
-    engine->wanted[engine->n_wanted++] = (struct qkv_wanted_row){
-        .gen = gen, .row = row, .prompt_index = prompt_index, .target = target};
-    int32_t n_top = prompt_index >= 0 ? gen->params.prompt_n_top : gen->params.n_top;
+    const struct qkv_gen_params *params = &row->gen->params;
+    engine->wanted[engine->n_wanted++] = *row;
+    int32_t n_top = row->prompt_index >= 0 ? params->prompt_n_top : params->n_top;
     if (n_top > engine->top_stride) {
         engine->top_stride = n_top;
     }
 }
 
-/* Lists the rows whose logits are needed, in order of rows, and makes room for what they give. */
+static void want(struct qkv_engine *engine, struct qkv_generation *gen, int32_t row,
+                 int32_t prompt_index, int32_t target)
+{
+    qkv_engine_want(engine, &(struct qkv_wanted_row){.gen = gen,
+                                                     .row = row,
+                                                     .prompt_index = prompt_index,
+                                                     .target = target,
+                                                     .first = -1,
+                                                     .pair = -1});
+}
+
+/* Lists the rows whose logits are needed, those to be compared behind the others, and makes room
+ * for what they give. */
 static enum qkv_status collect_wanted(struct qkv_error *err, struct qkv_engine *engine,
                                       const struct qkv_step *plan)
 {
     engine->n_wanted = 0;
+    engine->n_pairs = 0;
     engine->top_stride = 0;
     int32_t first_row = 0;
     for (int32_t i = 0; i < plan->n_slices; i++) {
         const struct qkv_slice *slice = &plan->slices[i];
         const struct qkv_seq *seq = slice->seq;
         struct qkv_generation *gen = seq->user;
-        for (int32_t r = 0; gen->n_prompt_wanted > 0 && r < slice->n_rows; r++) {
+        bool wants = gen->n_prompt_wanted > 0 && gen->member == NULL;
+        for (int32_t r = 0; wants && r < slice->n_rows; r++) {
             int32_t position = seq->n_cached + r;
             int32_t index = qkv_generation_prompt_index(gen, position);
             if (index >= 0) {
@@ -42,6 +55,7 @@ static enum qkv_status collect_wanted(struct qkv_error *err, struct qkv_engine *
         }
         first_row += slice->n_rows;
     }
+    qkv_score_collect(engine, plan);
     size_t n_top = (size_t)engine->n_wanted * (size_t)engine->top_stride;
     void *ids = engine->top_id;
     void *logprobs = engine->top_logprob;
@@ -67,17 +81,88 @@ static void fill_sample_row(const struct qkv_wanted_row *wanted, int32_t logit_r
     out->row = logit_row;
 }
 
-/* Logits and sampling for wanted rows first .. first + n - 1. */
+/* How many wanted rows from `first` on make a piece: rows to be compared stay together. (A position
+ * of a group has at most n_lanes rows, and a piece has room for them.) */
+static int32_t piece_rows(const struct qkv_engine *engine, int32_t first)
+{
+    int32_t n = engine->n_wanted - first;
+    if (n <= engine->max_logit_rows) {
+        return n;
+    }
+    n = engine->max_logit_rows;
+    int32_t partner = engine->wanted[first + n].first;
+    return partner >= first ? partner - first : n;
+}
+
+/* Rows of the batch and rows that were kept, one after the other. */
+static enum qkv_status gather(struct qkv_error *err, struct qkv_engine *engine,
+                              const struct qkv_wanted_row *wanted, int32_t n)
+{
+    const int32_t hidden = qkv_model_get_config(engine->model)->hidden;
+    int32_t n_run;
+    for (int32_t i = 0; i < n; i += n_run) {
+        const struct qkv_buffer *from = wanted[i].kept;
+        for (n_run = 1; i + n_run < n && wanted[i + n_run].kept == from; n_run++) {
+        }
+        QKV_TRY(engine->backend->copy_rows(err, engine->device, engine->score.gathered, i,
+                                           from != NULL ? from : qkv_model_hidden(engine->model),
+                                           engine->logit_rows + i, n_run, hidden));
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status compute_logits(struct qkv_error *err, struct qkv_engine *engine,
+                                      int32_t first, int32_t n, const struct qkv_buffer **logits)
+{
+    const struct qkv_wanted_row *wanted = &engine->wanted[first];
+    bool any_kept = false;
+    for (int32_t i = 0; i < n; i++) {
+        engine->logit_rows[i] = wanted[i].row;
+        any_kept = any_kept || wanted[i].kept != NULL;
+    }
+    if (!any_kept) {
+        return qkv_model_logits(err, engine->model, engine->logit_rows, n, logits);
+    }
+    QKV_TRY(gather(err, engine, wanted, n));
+    return qkv_model_logits_of_kept(err, engine->model, engine->score.gathered, n, logits);
+}
+
+static enum qkv_status compare_piece(struct qkv_error *err, struct qkv_engine *engine,
+                                     int32_t first, int32_t n, const struct qkv_buffer *logits)
+{
+    int32_t n_pairs = 0;
+    int32_t first_pair = 0;
+    for (int32_t i = 0; i < n; i++) {
+        const struct qkv_wanted_row *wanted = &engine->wanted[first + i];
+        if (wanted->first < 0) {
+            continue;
+        }
+        first_pair = n_pairs == 0 ? wanted->pair : first_pair;
+        engine->pairs[n_pairs++] =
+            (struct qkv_divergence_pair){.row_p = wanted->first - first, .row_q = i};
+    }
+    if (n_pairs == 0) {
+        return QKV_OK;
+    }
+    struct qkv_divergence_out out = {
+        .kl_pq = engine->kl + first_pair,
+        .kl_qp = engine->kl_reverse + first_pair,
+        .top1 = engine->top1 + first_pair,
+    };
+    return engine->backend->divergence(err, engine->device, logits,
+                                       qkv_model_get_config(engine->model)->vocab, engine->pairs,
+                                       n_pairs, &out);
+}
+
+/* Logits, sampling and comparison for wanted rows first .. first + n - 1. */
 static enum qkv_status sample_piece(struct qkv_error *err, struct qkv_engine *engine, int32_t first,
                                     int32_t n)
 {
     for (int32_t i = 0; i < n; i++) {
-        const struct qkv_wanted_row *wanted = &engine->wanted[first + i];
-        engine->logit_rows[i] = wanted->row;
-        fill_sample_row(wanted, i, &engine->sample_rows[i]);
+        fill_sample_row(&engine->wanted[first + i], i, &engine->sample_rows[i]);
     }
     const struct qkv_buffer *logits = NULL;
-    QKV_TRY(qkv_model_logits(err, engine->model, engine->logit_rows, n, &logits));
+    QKV_TRY(compute_logits(err, engine, first, n, &logits));
     size_t first_top = (size_t)first * (size_t)engine->top_stride;
     bool any_top = engine->top_stride > 0;
     struct qkv_sample_out out = {
@@ -88,9 +173,10 @@ static enum qkv_status sample_piece(struct qkv_error *err, struct qkv_engine *en
         .top_id = any_top ? engine->top_id + first_top : NULL,
         .top_logprob = any_top ? engine->top_logprob + first_top : NULL,
     };
-    return engine->backend->sample(err, engine->device, logits,
-                                   qkv_model_get_config(engine->model)->vocab, engine->sample_rows,
-                                   n, &out);
+    QKV_TRY(engine->backend->sample(err, engine->device, logits,
+                                    qkv_model_get_config(engine->model)->vocab, engine->sample_rows,
+                                    n, &out));
+    return compare_piece(err, engine, first, n, logits);
 }
 
 static enum qkv_status zero_new_pages(struct qkv_error *err, struct qkv_engine *engine,
@@ -104,6 +190,11 @@ static enum qkv_status zero_new_pages(struct qkv_error *err, struct qkv_engine *
         }
         QKV_TRY(engine->backend->kv_zero(err, engine->device, engine->lanes[lane],
                                          plan->new_pages + first, n));
+        for (int32_t i = first; i < first + n; i++) {
+            if (plan->new_pages[i] >= engine->n_pages_used[lane]) {
+                engine->n_pages_used[lane] = plan->new_pages[i] + 1;
+            }
+        }
     }
     return QKV_OK;
 }
@@ -115,11 +206,10 @@ static enum qkv_status compute(struct qkv_error *err, struct qkv_engine *engine,
     QKV_TRY(collect_wanted(err, engine, plan));
     QKV_TRY(qkv_batch_fill(err, &engine->batch, plan, engine->lanes, engine->n_lanes));
     QKV_TRY(qkv_model_forward(err, engine->model, &engine->batch.batch));
-    for (int32_t first = 0; first < engine->n_wanted; first += engine->max_logit_rows) {
-        int32_t n = engine->n_wanted - first;
-        if (n > engine->max_logit_rows) {
-            n = engine->max_logit_rows;
-        }
+    QKV_TRY(qkv_score_keep(err, engine));
+    int32_t n;
+    for (int32_t first = 0; first < engine->n_wanted; first += n) {
+        n = piece_rows(engine, first);
         QKV_TRY(sample_piece(err, engine, first, n));
     }
     return engine->backend->sync(err, engine->device);
@@ -141,7 +231,7 @@ static void finish(struct qkv_engine *engine, struct qkv_generation *gen, uint64
                    struct qkv_engine_step *out)
 {
     gen->finished_ns = now_ns;
-    qkv_scheduler_finish(engine->scheduler, gen->seq);
+    qkv_engine_release(engine, gen);
     engine->step_finished[out->n_finished++] = gen->id;
 }
 
@@ -156,6 +246,11 @@ static enum qkv_status take_wanted(struct qkv_error *err, struct qkv_engine *eng
     if (wanted->prompt_index >= 0) {
         qkv_generation_record_prompt(gen, wanted->prompt_index, engine->sampled_logprob[i],
                                      engine->sampled_rank[i], top_id, top_logprob);
+        if (wanted->pair >= 0) {
+            qkv_generation_record_comparison(gen, wanted->prompt_index, engine->kl[wanted->pair],
+                                             engine->kl_reverse[wanted->pair],
+                                             engine->top1[wanted->pair] != 0);
+        }
         return QKV_OK;
     }
     int32_t token = engine->sampled[i];
@@ -174,6 +269,22 @@ static enum qkv_status take_wanted(struct qkv_error *err, struct qkv_engine *eng
     return QKV_OK;
 }
 
+struct apply {
+    struct qkv_engine *engine;
+    struct qkv_engine_step *out;
+    uint64_t now_ns;
+};
+
+/* A member whose comparison is complete may still have rows of its prompt to compute. */
+static void complete_member(void *ctx, struct qkv_generation *gen)
+{
+    const struct apply *a = ctx;
+    if (gen->seq->state == QKV_SEQ_FINISHED) {
+        gen->finish = QKV_FINISH_LENGTH;
+        finish(a->engine, gen, a->now_ns, a->out);
+    }
+}
+
 /* After the commit: tokens into sequences, finished ones out of the scheduler. */
 static enum qkv_status apply(struct qkv_error *err, struct qkv_engine *engine,
                              const struct qkv_step *plan, struct qkv_engine_step *out)
@@ -184,12 +295,39 @@ static enum qkv_status apply(struct qkv_error *err, struct qkv_engine *engine,
     }
     for (int32_t i = 0; i < plan->n_slices; i++) {
         struct qkv_generation *gen = plan->slices[i].seq->user;
-        if (plan->slices[i].last && gen->params.max_tokens == 0) {
+        if (!plan->slices[i].last || gen->params.max_tokens > 0) {
+            continue;
+        }
+        if (gen->member != NULL) { /* done here, not yet compared */
+            qkv_engine_release(engine, gen);
+        } else {
             gen->finish = QKV_FINISH_LENGTH;
             finish(engine, gen, now_ns, out);
         }
     }
+    struct apply a = {.engine = engine, .out = out, .now_ns = now_ns};
+    qkv_score_commit(engine, complete_member, &a);
     return QKV_OK;
+}
+
+/* A step finishes at most the groups of its slices, and reports those that were broken before. */
+static enum qkv_status reserve_finished(struct qkv_error *err, struct qkv_engine *engine,
+                                        const struct qkv_step *plan)
+{
+    size_t n = (size_t)plan->n_slices * (size_t)engine->n_lanes + (size_t)engine->score.n_ended;
+    void *block = engine->step_finished;
+    QKV_TRY(qkv_grow(err, &block, &engine->step_finished_capacity, n, sizeof(int64_t)));
+    engine->step_finished = block;
+    return QKV_OK;
+}
+
+static void report_ended(struct qkv_engine *engine, struct qkv_engine_step *out)
+{
+    struct qkv_score *score = &engine->score;
+    for (; score->ended != NULL; score->ended = score->ended->next_ended) {
+        engine->step_finished[out->n_finished++] = score->ended->id;
+    }
+    score->n_ended = 0;
 }
 
 enum qkv_status qkv_engine_step(struct qkv_error *err, struct qkv_engine *engine,
@@ -198,6 +336,11 @@ enum qkv_status qkv_engine_step(struct qkv_error *err, struct qkv_engine *engine
     QKV_TRY(qkv_engine_check_usable(err, engine));
     struct qkv_step plan;
     QKV_TRY(qkv_scheduler_plan(err, engine->scheduler, &plan));
+    enum qkv_status status = reserve_finished(err, engine, &plan);
+    if (status != QKV_OK) {
+        qkv_scheduler_cancel(engine->scheduler);
+        return status;
+    }
     struct qkv_engine_step done = {.tokens = engine->step_tokens,
                                    .finished = engine->step_finished};
     if (plan.n_slices == 0) {
@@ -210,8 +353,9 @@ enum qkv_status qkv_engine_step(struct qkv_error *err, struct qkv_engine *engine
                 gen->scheduled_ns = now_ns;
             }
         }
-        enum qkv_status status = compute(err, engine, &plan);
+        status = compute(err, engine, &plan);
         if (status != QKV_OK) {
+            qkv_score_cancel(engine);
             qkv_scheduler_cancel(engine->scheduler);
             return status;
         }
@@ -220,6 +364,7 @@ enum qkv_status qkv_engine_step(struct qkv_error *err, struct qkv_engine *engine
         QKV_TRY(qkv_scheduler_commit(err, engine->scheduler));
         QKV_TRY(apply(err, engine, &plan, &done));
     }
+    report_ended(engine, &done);
 #ifdef QKV_DEBUG
     QKV_TRY(qkv_scheduler_check(err, engine->scheduler));
 #endif

@@ -377,6 +377,9 @@ void qkv_generation_destroy(struct qkv_generation *gen)
     free(gen->prompt_ranks);
     free(gen->prompt_top_ids);
     free(gen->prompt_top_logprobs);
+    free(gen->kl);
+    free(gen->kl_reverse);
+    free(gen->top1);
     free(gen);
 }
 
@@ -508,7 +511,7 @@ void qkv_generation_record(struct qkv_generation *gen, int32_t token, float logp
 int32_t qkv_generation_prompt_index(const struct qkv_generation *gen, int32_t position)
 {
     int32_t index = position + 1 - gen->params.logprob_start;
-    if (gen->n_prompt_wanted == 0 || index < gen->n_prompt_done || index >= gen->n_prompt_wanted) {
+    if (gen->n_prompt_wanted == 0 || index < gen->n_prompt_kept || index >= gen->n_prompt_wanted) {
         return -1;
     }
     return index;
@@ -526,8 +529,36 @@ void qkv_generation_record_prompt(struct qkv_generation *gen, int32_t index, flo
         memcpy(gen->prompt_top_logprobs + i * n_top, top_logprob, n_top * sizeof(float));
     }
     gen->n_prompt_done = index + 1;
-    /* Should it be retracted, what has been reported may come from the prefix tree. */
-    gen->seq->n_reuse_limit = gen->n_prompt_done < gen->n_prompt_wanted
-                                  ? gen->params.logprob_start - 1 + gen->n_prompt_done
-                                  : INT32_MAX;
+    if (gen->n_prompt_done > gen->n_prompt_kept) {
+        qkv_generation_keep_prompt(gen, gen->n_prompt_done);
+    }
+}
+
+void qkv_generation_keep_prompt(struct qkv_generation *gen, int32_t n_kept)
+{
+    gen->n_prompt_kept = n_kept;
+    gen->seq->n_reuse_limit =
+        n_kept < gen->n_prompt_wanted ? gen->params.logprob_start - 1 + n_kept : INT32_MAX;
+}
+
+enum qkv_status qkv_generation_reserve_comparison(struct qkv_error *err, struct qkv_generation *gen)
+{
+    size_t n = (size_t)gen->n_prompt_wanted;
+    void *array = NULL;
+    QKV_TRY(qkv_calloc(err, n, sizeof(float), &array));
+    gen->kl = array;
+    QKV_TRY(qkv_calloc(err, n, sizeof(float), &array));
+    gen->kl_reverse = array;
+    QKV_TRY(qkv_calloc(err, n, sizeof(uint8_t), &array));
+    gen->top1 = array;
+    return QKV_OK;
+}
+
+void qkv_generation_record_comparison(struct qkv_generation *gen, int32_t index, double kl,
+                                      double kl_reverse, bool top1)
+{
+    gen->kl[index] = (float)kl;
+    gen->kl_reverse[index] = (float)kl_reverse;
+    gen->top1[index] = top1 ? 1 : 0;
+    gen->n_compared = index + 1;
 }

@@ -40,7 +40,9 @@ struct qkv_gen_params {
     const int32_t *bad_tokens; /* word w is bad_tokens[bad_first[w]] .. [bad_first[w + 1] - 1] */
     const int32_t *bad_first;  /* [n_bad_words + 1], or NULL if there are none */
     int32_t n_bad_words;
-    bool watch; /* its tokens stand in the results of the steps */
+    bool watch;    /* its tokens stand in the results of the steps */
+    int64_t group; /* not 0: compared with the sequences of other lanes with this number */
+    int32_t group_size;
 };
 
 /* What the parameters are checked against. */
@@ -52,7 +54,12 @@ struct qkv_gen_limits {
     int32_t n_eos;
 };
 
-enum qkv_finish { QKV_FINISH_NONE = 0, QKV_FINISH_STOP, QKV_FINISH_LENGTH };
+/* ABORT: another member of its group went. */
+enum qkv_finish { QKV_FINISH_NONE = 0, QKV_FINISH_STOP, QKV_FINISH_LENGTH, QKV_FINISH_ABORT };
+
+enum qkv_comparison { QKV_COMPARISON_NONE = 0, QKV_COMPARISON_COMPLETE, QKV_COMPARISON_BROKEN };
+
+struct qkv_score_member; /* engine/score.h */
 
 struct qkv_generation {
     int64_t id;
@@ -84,10 +91,20 @@ struct qkv_generation {
     /* Prompt positions logprob_start + i, i < n_prompt_done of n_prompt_wanted. */
     int32_t n_prompt_wanted;
     int32_t n_prompt_done;
+    int32_t n_prompt_kept;      /* >= n_prompt_done: their positions need not be computed again */
     float *prompt_logprobs;     /* [n_prompt_wanted] */
     int32_t *prompt_ranks;      /* [n_prompt_wanted] */
     int32_t *prompt_top_ids;    /* [n_prompt_wanted, prompt_n_top] */
     float *prompt_top_logprobs; /* [n_prompt_wanted, prompt_n_top] */
+
+    /* Against the first lane of its group; for others than that lane, n_compared of the figures. */
+    struct qkv_score_member *member; /* while the comparison goes on; the engine's */
+    enum qkv_comparison comparison;
+    int32_t n_compared;
+    float *kl;                         /* [n_prompt_wanted] */
+    float *kl_reverse;                 /* [n_prompt_wanted] */
+    uint8_t *top1;                     /* [n_prompt_wanted] */
+    struct qkv_generation *next_ended; /* of the engine's list of those that a broken group ended */
 
     enum qkv_finish finish;
     int32_t stop_token;    /* the one that ended it, else -1 */
@@ -125,5 +142,17 @@ int32_t qkv_generation_prompt_index(const struct qkv_generation *gen, int32_t po
 /* Notes a prompt token's figures; indices come in order. */
 void qkv_generation_record_prompt(struct qkv_generation *gen, int32_t index, float logprob,
                                   int32_t rank, const int32_t *top_id, const float *top_logprob);
+
+/* What the first n_kept prompt figures need has been computed: should the sequence be retracted,
+ * their positions may come from the prefix tree. */
+void qkv_generation_keep_prompt(struct qkv_generation *gen, int32_t n_kept);
+
+/* Room for the comparison of every prompt figure. */
+enum qkv_status qkv_generation_reserve_comparison(struct qkv_error *err,
+                                                  struct qkv_generation *gen);
+
+/* Notes how a prompt figure's distribution differs from the first lane's; indices in order. */
+void qkv_generation_record_comparison(struct qkv_generation *gen, int32_t index, double kl,
+                                      double kl_reverse, bool top1);
 
 #endif

@@ -61,6 +61,7 @@ static enum qkv_status attention_block(struct qkv_error *err, const struct qkv_m
                                           .scale = (float)config->attn_scale,
                                           .softcap = (float)config->attn_softcap,
                                           .window = kind->window,
+                                          .quantize_q = model->quantize_q,
                                       }));
     return add_branch(err, model, &plan->out, plan->attn_post_norm,
                       (struct qkv_linear){
@@ -117,21 +118,12 @@ enum qkv_status qkv_model_forward(struct qkv_error *err, struct qkv_model *model
     return QKV_OK;
 }
 
-enum qkv_status qkv_model_logits(struct qkv_error *err, struct qkv_model *model,
-                                 const int32_t *rows, int32_t n, const struct qkv_buffer **logits)
+static enum qkv_status run_head(struct qkv_error *err, struct qkv_model *model,
+                                const struct qkv_buffer *x, const int32_t *rows, int32_t n,
+                                const struct qkv_buffer **logits)
 {
-    if (n < 1 || n > model->max_logit_rows) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "logits of %d rows, must be 1 .. %d", (int)n,
-                        (int)model->max_logit_rows);
-    }
-    for (int32_t i = 0; i < n; i++) {
-        if (rows[i] < 0 || rows[i] >= model->n_rows) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "logits of row %d, the last forward had %d rows",
-                            (int)rows[i], (int)model->n_rows);
-        }
-    }
     const struct qkv_linear args = {
-        .x = model->x,
+        .x = x,
         .row_index = rows,
         .n_rows = n,
         .prologue = QKV_PROLOGUE_RMSNORM,
@@ -146,4 +138,40 @@ enum qkv_status qkv_model_logits(struct qkv_error *err, struct qkv_model *model,
     QKV_TRY(model->backend->linear(err, model->device, &args));
     *logits = model->logits;
     return QKV_OK;
+}
+
+static enum qkv_status check_logit_rows(struct qkv_error *err, const struct qkv_model *model,
+                                        int32_t n)
+{
+    if (n < 1 || n > model->max_logit_rows) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "logits of %d rows, must be 1 .. %d", (int)n,
+                        (int)model->max_logit_rows);
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_model_logits(struct qkv_error *err, struct qkv_model *model,
+                                 const int32_t *rows, int32_t n, const struct qkv_buffer **logits)
+{
+    QKV_TRY(check_logit_rows(err, model, n));
+    for (int32_t i = 0; i < n; i++) {
+        if (rows[i] < 0 || rows[i] >= model->n_rows) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "logits of row %d, the last forward had %d rows",
+                            (int)rows[i], (int)model->n_rows);
+        }
+    }
+    return run_head(err, model, model->x, rows, n, logits);
+}
+
+const struct qkv_buffer *qkv_model_hidden(const struct qkv_model *model)
+{
+    return model->x;
+}
+
+enum qkv_status qkv_model_logits_of_kept(struct qkv_error *err, struct qkv_model *model,
+                                         const struct qkv_buffer *kept, int32_t n,
+                                         const struct qkv_buffer **logits)
+{
+    QKV_TRY(check_logit_rows(err, model, n));
+    return run_head(err, model, kept, NULL, n, logits);
 }

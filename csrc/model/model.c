@@ -320,6 +320,7 @@ static enum qkv_status create_model(struct qkv_error *err, const struct qkv_weig
     model->device = options->device;
     model->max_rows = options->max_rows;
     model->max_logit_rows = options->max_logit_rows;
+    model->quantize_q = options->quantize_q;
     enum qkv_status status = qkv_model_config_read(err, weights, &model->config);
     void *layers = NULL;
     if (status == QKV_OK) {

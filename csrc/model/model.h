@@ -17,6 +17,7 @@ struct qkv_model_options {
     struct qkv_device *device; /* outlives the model */
     int32_t max_rows;          /* rows of a batch, at most */
     int32_t max_logit_rows;    /* rows per qkv_model_logits, at most */
+    bool quantize_q;           /* struct qkv_attention.quantize_q, in every layer */
     const struct qkv_log *log;
     /* Called after each tensor; returns false to stop loading (QKV_ERR_STATE "interrupted"). */
     bool (*progress)(void *ctx, uint64_t done_bytes, uint64_t total_bytes);
@@ -46,5 +47,13 @@ enum qkv_status qkv_model_forward(struct qkv_error *err, struct qkv_model *model
  * until the next call. 1 <= n <= max_logit_rows. */
 enum qkv_status qkv_model_logits(struct qkv_error *err, struct qkv_model *model,
                                  const int32_t *rows, int32_t n, const struct qkv_buffer **logits);
+
+/* The hidden states of the last forward's rows, f32 [max_rows, hidden], to keep some of them with
+ * copy_rows; and the logits of rows 0 .. n - 1 of a buffer of kept ones, f32 [>= n, hidden]. The
+ * logits of a row are the same bits either way. */
+const struct qkv_buffer *qkv_model_hidden(const struct qkv_model *model);
+enum qkv_status qkv_model_logits_of_kept(struct qkv_error *err, struct qkv_model *model,
+                                         const struct qkv_buffer *kept, int32_t n,
+                                         const struct qkv_buffer **logits);
 
 #endif

@@ -34,6 +34,7 @@ struct qkv_model {
     struct qkv_device *device;
     int32_t max_rows;
     int32_t max_logit_rows;
+    bool quantize_q;
 
     struct qkv_weight *embed;
     struct qkv_weight *head; /* == embed if tied */

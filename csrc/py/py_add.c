@@ -9,7 +9,7 @@ const char qkv_py_engine_add_doc[] =
     "    top_p=1.0, top_k=0, min_p=0.0, seed=0, sample=0, stop_token_ids=None,\n"
     "    ignore_eos=False, n_top=0, logprob_start=-1, prompt_n_top=0,\n"
     "    repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,\n"
-    "    bias_ids=None, bias=None, bad_words=(), watch=False)\n"
+    "    bias_ids=None, bias=None, bad_words=(), watch=False, group=0, group_size=0)\n"
     "--\n\n"
     "Queues a sequence and returns its id.\n\n"
     "tokens [n] int32: the prompt, at least one token. max_tokens 0 computes the prompt only; it\n"
@@ -18,7 +18,11 @@ const char qkv_py_engine_add_doc[] =
     "stop_token_ids are forbidden before min_tokens. n_top alternatives per output token,\n"
     "prompt_n_top per prompt token from position logprob_start (>= 1, -1: none) on. bias_ids [k]\n"
     "int32 (each once) and bias [k] float32 are added to the logits, -inf forbids. bad_words:\n"
-    "int32 arrays, none of which the output will contain. watch: step() reports the tokens.\n\n"
+    "int32 arrays, none of which the output will contain. watch: step() reports the tokens.\n"
+    "group (not 0): compared with the sequences of other lanes that have the same number. One per\n"
+    "lane, the same tokens and logprob_start, max_tokens 0, group_size members in all, none of\n"
+    "which finishes before all were added; the lowest lane is what the others are compared with.\n"
+    "The number is free again when the last member was added.\n\n"
     "ValueError names the argument, its value and the bound; OutOfPages: it can never fit. The\n"
     "engine is as before then.";
 
@@ -31,6 +35,7 @@ struct add_args {
     PyObject *repetition_penalty, *presence_penalty, *frequency_penalty;
     PyObject *bias_ids, *bias, *bad_words;
     int watch;
+    PyObject *group, *group_size;
 };
 
 static int parse(PyObject *args, PyObject *kwargs, struct add_args *a)
@@ -57,13 +62,15 @@ static int parse(PyObject *args, PyObject *kwargs, struct add_args *a)
                             "bias",
                             "bad_words",
                             "watch",
+                            "group",
+                            "group_size",
                             NULL};
     return PyArg_ParseTupleAndKeywords(
-        args, kwargs, "O|$OOOOOOOOOOpOOOOOOOOOp:add", names, &a->tokens, &a->lane, &a->max_tokens,
+        args, kwargs, "O|$OOOOOOOOOOpOOOOOOOOOpOO:add", names, &a->tokens, &a->lane, &a->max_tokens,
         &a->min_tokens, &a->temperature, &a->top_p, &a->top_k, &a->min_p, &a->seed, &a->sample,
         &a->stop_token_ids, &a->ignore_eos, &a->n_top, &a->logprob_start, &a->prompt_n_top,
         &a->repetition_penalty, &a->presence_penalty, &a->frequency_penalty, &a->bias_ids, &a->bias,
-        &a->bad_words, &a->watch);
+        &a->bad_words, &a->watch, &a->group, &a->group_size);
 }
 
 struct int_arg {
@@ -89,6 +96,7 @@ static int convert_numbers(const struct add_args *a, struct qkv_gen_params *p)
         {a->n_top, "n_top", 0, &p->n_top},
         {a->logprob_start, "logprob_start", -1, &p->logprob_start},
         {a->prompt_n_top, "prompt_n_top", 0, &p->prompt_n_top},
+        {a->group_size, "group_size", 0, &p->group_size},
     };
     const struct float_arg floats[] = {
         {a->temperature, "temperature", &p->temperature},
@@ -118,6 +126,9 @@ static int convert_numbers(const struct add_args *a, struct qkv_gen_params *p)
         return -1;
     }
     p->sample = (uint32_t)sample;
+    if (a->group != NULL && qkv_py_int(a->group, "group", INT64_MIN, INT64_MAX, &p->group) < 0) {
+        return -1;
+    }
     return 0;
 }
 

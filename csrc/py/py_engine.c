@@ -63,7 +63,8 @@ static void engine_dealloc(PyObject *object)
     (void)engine_clear(object); /* first: closing must not call back from here */
     struct qkv_engine *engine = cast(object)->engine;
     if (engine != NULL) {
-        Py_BEGIN_ALLOW_THREADS qkv_engine_close(engine);
+        Py_BEGIN_ALLOW_THREADS
+        qkv_engine_close(engine);
         Py_END_ALLOW_THREADS
     }
     type->tp_free(object);
@@ -102,12 +103,13 @@ static PyObject *build_info(const struct qkv_engine_info *info)
         return NULL;
     }
     const char *compute = info->compute == QKV_COMPUTE_F32 ? "float32" : "bf16";
-    return Py_BuildValue(
-        "{s:s,s:s,s:i,s:s,s:N,s:L,s:i,s:i,s:i,s:i,s:i}", "device", info->device.name, "isa",
-        info->device.isa, "threads", info->device.n_threads, "compute_dtype", compute, "config",
-        config, "kv_tokens", (long long)info->kv_tokens, "max_model_len", info->max_model_len,
-        "max_running", info->max_running, "chunk_tokens", info->chunk_tokens, "n_lanes",
-        info->n_lanes, "max_logit_rows", info->max_logit_rows);
+    return Py_BuildValue("{s:s,s:s,s:i,s:s,s:s,s:N,s:L,s:i,s:i,s:i,s:i,s:i}", "device",
+                         info->device.name, "isa", info->device.isa, "threads",
+                         info->device.n_threads, "compute_dtype", compute, "query_dtype",
+                         info->quantize_q ? "fp8_e4m3" : "bf16", "config", config, "kv_tokens",
+                         (long long)info->kv_tokens, "max_model_len", info->max_model_len,
+                         "max_running", info->max_running, "chunk_tokens", info->chunk_tokens,
+                         "n_lanes", info->n_lanes, "max_logit_rows", info->max_logit_rows);
 }
 
 static PyObject *engine_info(PyObject *object, void *unused)
@@ -132,11 +134,28 @@ static PyObject *engine_memory(PyObject *object, PyObject *unused)
         return NULL;
     }
     struct qkv_engine_memory memory;
+    struct qkv_engine_info info;
     qkv_engine_memory(engine, &memory);
+    qkv_engine_info(engine, &info);
     qkv_py_engine_leave(cast(object));
-    return Py_BuildValue("{s:K,s:K,s:K,s:K}", "weights", (unsigned long long)memory.weight_bytes,
-                         "activations", (unsigned long long)memory.activation_bytes, "kv",
-                         (unsigned long long)memory.kv_bytes, "scratch",
+    PyObject *lanes = PyList_New(info.n_lanes);
+    for (int32_t i = 0; lanes != NULL && i < info.n_lanes; i++) {
+        PyObject *n_bytes = PyLong_FromUnsignedLongLong(memory.kv_lane_bytes[i]);
+        if (n_bytes == NULL) {
+            Py_CLEAR(lanes);
+            break;
+        }
+        PyList_SET_ITEM(lanes, i, n_bytes);
+    }
+    if (lanes == NULL) {
+        return NULL;
+    }
+    return Py_BuildValue("{s:K,s:K,s:K,s:N,s:K,s:K,s:K}", "weights",
+                         (unsigned long long)memory.weight_bytes, "activations",
+                         (unsigned long long)memory.activation_bytes, "kv",
+                         (unsigned long long)memory.kv_bytes, "kv_lanes", lanes, "kv_resident",
+                         (unsigned long long)memory.kv_resident_bytes, "hidden",
+                         (unsigned long long)memory.hidden_bytes, "scratch",
                          (unsigned long long)memory.scratch_bytes);
 }
 
@@ -227,6 +246,33 @@ static double seconds(uint64_t from_ns, uint64_t to_ns)
     return from_ns == 0 || to_ns == 0 ? 0.0 : (double)(to_ns - from_ns) * 1e-9;
 }
 
+static const char *reason_name(enum qkv_finish finish)
+{
+    switch (finish) {
+    case QKV_FINISH_STOP:
+        return "stop";
+    case QKV_FINISH_ABORT:
+        return "abort";
+    case QKV_FINISH_LENGTH:
+    case QKV_FINISH_NONE:
+        break;
+    }
+    return "length";
+}
+
+static const char *comparison_name(enum qkv_comparison comparison)
+{
+    switch (comparison) {
+    case QKV_COMPARISON_COMPLETE:
+        return "complete";
+    case QKV_COMPARISON_BROKEN:
+        return "broken";
+    case QKV_COMPARISON_NONE:
+        break;
+    }
+    return "none";
+}
+
 /* A sequence that never ran waited to its end. */
 static PyObject *build_result(const struct qkv_py_state *state, const struct qkv_generation *gen)
 {
@@ -234,7 +280,6 @@ static PyObject *build_result(const struct qkv_py_state *state, const struct qkv
     Py_ssize_t m = gen->n_prompt_done;
     Py_ssize_t n_top = gen->params.n_top;
     Py_ssize_t m_top = gen->params.prompt_n_top;
-    const char *reason = gen->finish == QKV_FINISH_STOP ? "stop" : "length";
     uint64_t scheduled_ns = gen->scheduled_ns != 0 ? gen->scheduled_ns : gen->finished_ns;
     PyObject *items[] = {
         qkv_npy_copy_1d(NPY_INT32, n, gen->seq->tokens + gen->seq->n_prompt),
@@ -245,7 +290,11 @@ static PyObject *build_result(const struct qkv_py_state *state, const struct qkv
         qkv_npy_copy_1d(NPY_INT32, m, gen->prompt_ranks),
         qkv_npy_copy_2d(NPY_INT32, m, m_top, gen->prompt_top_ids),
         qkv_npy_copy_2d(NPY_FLOAT32, m, m_top, gen->prompt_top_logprobs),
-        PyUnicode_FromString(reason),
+        qkv_npy_copy_1d(NPY_FLOAT32, gen->n_compared, gen->kl),
+        qkv_npy_copy_1d(NPY_FLOAT32, gen->n_compared, gen->kl_reverse),
+        qkv_npy_copy_1d(NPY_BOOL, gen->n_compared, gen->top1),
+        PyUnicode_FromString(comparison_name(gen->comparison)),
+        PyUnicode_FromString(reason_name(gen->finish)),
         PyLong_FromLong(gen->stop_token),
         PyFloat_FromDouble(seconds(gen->added_ns, scheduled_ns)),
         PyFloat_FromDouble(seconds(gen->added_ns, gen->first_token_ns)),
@@ -364,7 +413,31 @@ static PyObject *engine_flush(PyObject *object, PyObject *unused)
 
 static PyMethodDef engine_methods[] = {
     {"memory", engine_memory, METH_NOARGS,
-     "memory($self)\n--\n\nBytes: weights, activations, kv (all lanes), scratch."},
+     "memory($self)\n--\n\nBytes: weights, activations, kv (all lanes, reserved), kv_lanes (a "
+     "list, "
+     "by\nlane), kv_resident (of kv: up to the last page that was used so far), hidden (rows that\n"
+     "wait for a comparison), scratch."},
+    {"kv_scales", qkv_py_engine_kv_scales, METH_O,
+     "kv_scales($self, lane, /)\n--\n\n[n_layers, 2, n_kv_heads] float32, K then V: what the lane "
+     "applies; 1 where its\nformat has no such scale."},
+    {"kv_counts", qkv_py_engine_kv_counts, METH_O,
+     "kv_counts($self, lane, /)\n--\n\nOf what the lane stored since the last reset, [n_layers, "
+     "2,\n"
+     "n_kv_heads], K then V: n_values, n_clipped (beyond the largest value), n_flushed (not zero,\n"
+     "stored as zero) int64, amax (largest magnitude, before the scale) float32. What is computed\n"
+     "again counts again."},
+    {"kv_counts_reset", qkv_py_engine_kv_counts_reset, METH_NOARGS,
+     "kv_counts_reset($self)\n--\n\nSets the counts of all lanes to zero."},
+    {"kv_observe", (PyCFunction)(void (*)(void))qkv_py_engine_kv_observe,
+     METH_VARARGS | METH_KEYWORDS,
+     "kv_observe($self, lane, on)\n--\n\nCounts |x| of everything that the lane stores from now "
+     "on, "
+     "by kv_histogram()'s\nbins; turning it on starts from empty ones."},
+    {"kv_histogram", qkv_py_engine_kv_histogram, METH_O,
+     "kv_histogram($self, lane, /)\n--\n\n[n_layers, 2, n_kv_heads, 2048] uint64, K then V. The "
+     "bin "
+     "of x is the 11 bits of\n|x|'s float32 pattern below the sign: bin << 20, read as float32, is "
+     "its lower end.\n\nError: the lane was never observed."},
     {"counts", engine_counts, METH_NOARGS,
      "counts($self)\n--\n\nThe scheduler's counters: n_waiting, n_running (sequences), n_pages,\n"
      "n_free_pages, n_evictable_pages (all lanes), n_retractions, n_prefill_rows,\n"
@@ -379,9 +452,11 @@ static PyMethodDef engine_methods[] = {
      "ValueError: no such id. Error: it has not finished."},
     {"finish", (PyCFunction)(void (*)(void))engine_finish, METH_VARARGS | METH_KEYWORDS,
      "finish($self, id, n_keep)\n--\n\nEnds a sequence in any state as \"stop\" with its first\n"
-     "n_keep output tokens; take() it then. ValueError: no such id, no such many tokens."},
+     "n_keep output tokens; take() it then. The others of its group end as \"abort\", in the next\n"
+     "step. ValueError: no such id, no such many tokens."},
     {"abort", engine_abort, METH_O,
-     "abort($self, id, /)\n--\n\nForgets a sequence in any state. ValueError: no such id."},
+     "abort($self, id, /)\n--\n\nForgets a sequence in any state. The others of its group end as\n"
+     "\"abort\", in the next step. ValueError: no such id."},
     {"flush", engine_flush, METH_NOARGS, "flush($self)\n--\n\nEmpties the prefix trees."},
     {"close", engine_close, METH_NOARGS,
      "close($self)\n--\n\nGives all memory back. Error if another call is inside; again: nothing."},
@@ -390,8 +465,8 @@ static PyMethodDef engine_methods[] = {
 
 static PyGetSetDef engine_getset[] = {
     {"info", engine_info, NULL,
-     "device, isa, threads, compute_dtype, config (as Checkpoint.model_config), kv_tokens,\n"
-     "max_model_len, max_running, chunk_tokens, n_lanes, max_logit_rows.",
+     "device, isa, threads, compute_dtype, query_dtype, config (as Checkpoint.model_config),\n"
+     "kv_tokens, max_model_len, max_running, chunk_tokens, n_lanes, max_logit_rows.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -1,5 +1,5 @@
-/* The Engine object, shared by py_engine.c (lock, steps), py_open.c (loading) and py_add.c
- * (requests). */
+/* The Engine object, shared by py_engine.c (lock, steps), py_open.c (loading), py_add.c (requests)
+ * and py_kv.c (KV pools). */
 #ifndef QKV_PY_PY_ENGINE_H
 #define QKV_PY_PY_ENGINE_H
 
@@ -9,11 +9,12 @@
 #include "py/module.h"
 
 struct qkv_py_engine {
-    PyObject_HEAD struct qkv_engine *engine; /* NULL: closed */
-    atomic_flag busy;                        /* a call is inside, perhaps without the GIL */
-    PyThreadState *saved; /* of that call, while it is without the GIL; else NULL */
-    PyObject *log;        /* callables or NULL */
-    PyObject *progress;   /* only while loading */
+    PyObject_HEAD
+    struct qkv_engine *engine; /* NULL: closed */
+    atomic_flag busy;          /* a call is inside, perhaps without the GIL */
+    PyThreadState *saved;      /* of that call, while it is without the GIL; else NULL */
+    PyObject *log;             /* callables or NULL */
+    PyObject *progress;        /* only while loading */
     struct qkv_engine_step step;
     bool step_pending; /* `step` was computed and not handed over: an exception came between */
 };
@@ -30,5 +31,12 @@ extern const char qkv_py_engine_doc[];
 /* Engine.add */
 PyObject *qkv_py_engine_add(PyObject *self, PyObject *args, PyObject *kwargs);
 extern const char qkv_py_engine_add_doc[];
+
+/* Engine.kv_scales, kv_counts, kv_counts_reset, kv_observe, kv_histogram */
+PyObject *qkv_py_engine_kv_scales(PyObject *self, PyObject *lane);
+PyObject *qkv_py_engine_kv_counts(PyObject *self, PyObject *lane);
+PyObject *qkv_py_engine_kv_counts_reset(PyObject *self, PyObject *unused);
+PyObject *qkv_py_engine_kv_observe(PyObject *self, PyObject *args, PyObject *kwargs);
+PyObject *qkv_py_engine_kv_histogram(PyObject *self, PyObject *lane);
 
 #endif

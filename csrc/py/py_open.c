@@ -2,16 +2,20 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "py/npy.h"
 #include "py/py_engine.h"
 
 const char qkv_py_engine_doc[] =
-    "Engine(path, *, kv_formats, kv_tokens, threads=0, compute_dtype='bf16', device='auto',\n"
-    "       isa=None, max_running=64, chunk_tokens=512, max_model_len=0, prefix_cache=True,\n"
-    "       offline=True, progress=None, log=None)\n"
+    "Engine(path, *, kv_formats, kv_tokens, kv_scales=None, query_dtype='bf16', threads=0,\n"
+    "       compute_dtype='bf16', device='auto', isa=None, max_running=64, chunk_tokens=512,\n"
+    "       max_model_len=0, prefix_cache=True, offline=True, progress=None, log=None)\n"
     "--\n\n"
     "A model on a device with its KV pools. Sequences in, tokens out; one sample each.\n\n"
     "path: a folder, a .safetensors or a .gguf file. kv_formats[lane][layer] = (K's, V's format);\n"
-    "kv_tokens per lane, rounded down to pages of 16. threads 0: all that the process may use;\n"
+    "kv_tokens per lane, rounded down to pages of 16. kv_scales: float32 [n_layers, 2 (K, V),\n"
+    "n_kv_heads] for every lane, or with a dimension for the lanes in front; formats without such\n"
+    "a scale ignore theirs; None: 1. The checkpoint's are never taken from here. query_dtype\n"
+    "'fp8_e4m3' quantizes the queries in attention. threads 0: all that the process may use;\n"
     "max_model_len 0: the model's. A step holds at most chunk_tokens prompt rows and one row for\n"
     "each of max_running sequences. progress(done, total) in bytes stops the loading (Error) if "
     "it\n"
@@ -178,6 +182,44 @@ static int convert_compute(const char *name, enum qkv_compute *out)
     return 0;
 }
 
+static int convert_query(const char *name, bool *quantize)
+{
+    *quantize = strcmp(name, "fp8_e4m3") == 0;
+    if (!*quantize && strcmp(name, "bf16") != 0) {
+        PyErr_Format(PyExc_ValueError, "query_dtype: '%s', must be 'bf16' or 'fp8_e4m3'", name);
+        return -1;
+    }
+    return 0;
+}
+
+/* [n_layers, 2, n_heads] or [n_lanes, n_layers, 2, n_heads]; borrowed. The engine checks the number
+ * of heads. */
+static int convert_scales(PyObject *object, struct qkv_engine_options *o)
+{
+    if (object == NULL || object == Py_None) {
+        return 0;
+    }
+    PyArrayObject *scales = qkv_npy_borrow(object, "kv_scales", NPY_FLOAT32, -1);
+    if (scales == NULL) {
+        return -1;
+    }
+    const npy_intp *shape = PyArray_DIMS(scales);
+    int n_dims = PyArray_NDIM(scales);
+    const npy_intp *inner = shape + (n_dims == 4 ? 1 : 0);
+    if ((n_dims != 3 && n_dims != 4) || (n_dims == 4 && shape[0] != o->n_lanes) ||
+        inner[0] != o->n_layers || inner[1] != 2 || inner[2] > INT32_MAX) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "kv_scales: must have the shape [%d, 2, n_kv_heads] or [%d, %d, 2, n_kv_heads]",
+            o->n_layers, o->n_lanes, o->n_layers);
+        return -1;
+    }
+    o->kv_scales = PyArray_DATA(scales);
+    o->n_scale_lanes = n_dims == 4 ? o->n_lanes : 1;
+    o->n_scale_heads = (int32_t)inner[2];
+    return 0;
+}
+
 /* A callable or None; a new reference in *out, NULL for None. */
 static int convert_callable(PyObject *object, const char *name, PyObject **out)
 {
@@ -195,7 +237,9 @@ static int convert_callable(PyObject *object, const char *name, PyObject **out)
 
 struct open_args {
     PyObject *path; /* bytes, owned */
-    PyObject *kv_formats, *kv_tokens, *threads;
+    PyObject *kv_formats, *kv_tokens, *kv_scales;
+    const char *query_dtype;
+    PyObject *threads;
     const char *compute_dtype;
     const char *device;
     const char *isa;
@@ -206,15 +250,28 @@ struct open_args {
 
 static int parse_open(PyObject *args, PyObject *kwargs, struct open_args *a)
 {
-    static char *names[] = {
-        "path",         "kv_formats", "kv_tokens",   "threads",      "compute_dtype",
-        "device",       "isa",        "max_running", "chunk_tokens", "max_model_len",
-        "prefix_cache", "offline",    "progress",    "log",          NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$OOOsszOOOppOO:Engine", names,
-                                     PyUnicode_FSConverter, &a->path, &a->kv_formats, &a->kv_tokens,
-                                     &a->threads, &a->compute_dtype, &a->device, &a->isa,
-                                     &a->max_running, &a->chunk_tokens, &a->max_model_len,
-                                     &a->prefix_cache, &a->offline, &a->progress, &a->log)) {
+    static char *names[] = {"path",
+                            "kv_formats",
+                            "kv_tokens",
+                            "kv_scales",
+                            "query_dtype",
+                            "threads",
+                            "compute_dtype",
+                            "device",
+                            "isa",
+                            "max_running",
+                            "chunk_tokens",
+                            "max_model_len",
+                            "prefix_cache",
+                            "offline",
+                            "progress",
+                            "log",
+                            NULL};
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O&|$OOOsOsszOOOppOO:Engine", names, PyUnicode_FSConverter, &a->path,
+            &a->kv_formats, &a->kv_tokens, &a->kv_scales, &a->query_dtype, &a->threads,
+            &a->compute_dtype, &a->device, &a->isa, &a->max_running, &a->chunk_tokens,
+            &a->max_model_len, &a->prefix_cache, &a->offline, &a->progress, &a->log)) {
         return -1;
     }
     if (a->kv_formats == NULL || a->kv_tokens == NULL) {
@@ -234,6 +291,7 @@ static int convert_open(const struct open_args *a, struct qkv_py_engine *self,
                         struct qkv_engine_options *o)
 {
     if (convert_compute(a->compute_dtype, &o->compute) < 0 ||
+        convert_query(a->query_dtype, &o->quantize_q) < 0 || convert_scales(a->kv_scales, o) < 0 ||
         qkv_py_int(a->kv_tokens, "kv_tokens", 0, INT64_MAX, &o->kv_tokens) < 0 ||
         optional_int32(a->threads, "threads", &o->n_threads) < 0 ||
         optional_int32(a->max_running, "max_running", &o->max_running) < 0 ||
@@ -281,8 +339,11 @@ static int open_unlocked(struct qkv_py_engine *self, const struct qkv_engine_opt
 
 PyObject *qkv_py_engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    struct open_args a = {
-        .compute_dtype = "bf16", .device = "auto", .prefix_cache = 1, .offline = 1};
+    struct open_args a = {.compute_dtype = "bf16",
+                          .query_dtype = "bf16",
+                          .device = "auto",
+                          .prefix_cache = 1,
+                          .offline = 1};
     struct qkv_engine_options options = {.max_running = 64, .chunk_tokens = 512};
     struct qkv_py_engine *self = NULL;
     enum qkv_kv_format *formats = NULL;
