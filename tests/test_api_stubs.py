@@ -98,8 +98,8 @@ def test_options_and_defaults(function: type, options: dict[str, object]) -> Non
 
 def test_public_names() -> None:
     for name in (
-        "Engine SamplingParams RequestOutput Completion Metrics Score inspect Error CheckpointError"
-        " UnsupportedError OutOfPages"
+        "Engine SamplingParams RequestOutput Completion Metrics Score inspect plan calibrate Error"
+        " CheckpointError UnsupportedError OutOfPages"
     ).split():
         assert name in qkv.__all__ and hasattr(qkv, name), name
     for kind in (qkv.CheckpointError, qkv.UnsupportedError, qkv.OutOfPages):

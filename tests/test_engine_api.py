@@ -434,7 +434,6 @@ def test_score_of_text_is_tokenized_as_a_whole(engine: qkv.Engine) -> None:
         ({"kv_cache_dtype": {"layer": {}}}, ValueError, ["layer", "layers"]),
         ({"kv_cache_dtype": {"layers": {"0-99": "bf16"}}}, ValueError, ["0-99", "layers 0 to"]),
         ({"kv_cache_dtype": {"layers": {"x": "bf16"}}}, ValueError, ["'x'"]),
-        ({"kv_cache_dtype": "nvfp4"}, qkv.UnsupportedError, ["nvfp4"]),
         ({"quantization": "int3"}, ValueError, ["int3", "gptq_marlin"]),
         ({"quantization": "awq"}, qkv.UnsupportedError, ["awq", "safetensors"]),
         ({"prefill_quantization": "fp8"}, qkv.UnsupportedError, ["prefill_quantization"]),
@@ -443,7 +442,7 @@ def test_score_of_text_is_tokenized_as_a_whole(engine: qkv.Engine) -> None:
         ({"activation_quant": "int4"}, ValueError, ["int4", "int8"]),
         ({"activation_quant": "int8"}, qkv.UnsupportedError, ["int8"]),
         ({"compute_dtype": "float16"}, ValueError, ["float16", "float32"]),
-        ({"query_dtype": "fp8_e4m3"}, qkv.UnsupportedError, ["query_dtype"]),
+        ({"query_dtype": "fp8"}, ValueError, ["query_dtype", "fp8_e4m3"]),
         ({"device": "tpu"}, ValueError, ["tpu", "cpu"]),
         ({"schedule": "lifo"}, ValueError, ["lifo", "fcfs"]),
         ({"threads": -1}, ValueError, ["threads", "-1"]),
@@ -541,9 +540,13 @@ def test_info_memory_scales(engine: qkv.Engine) -> None:
     assert info["kv_tokens"] == 4096
     memory = engine.memory()
     assert memory["weights"] > 0 and memory["kv"] > 0
+    assert memory["kv_lanes"] == {"bf16": memory["kv"]}
+    parts = ("weights", "kv", "activations", "hidden", "scratch")
+    assert memory["total"] == sum(memory[part] for part in parts)
     scales = engine.kv_scales()
-    assert len(scales) == info["config"]["n_layers"]
-    assert {entry["k_scale"] for entry in scales} == {1.0}
+    assert len(scales) == 2 * info["config"]["n_layers"]
+    assert {row.values for row in scales} == {(1.0,)} and not any(row.applied for row in scales)
+    assert info["kv_cache_dtype_auto"]["taken"] == "bf16"
     assert "Engine(" in repr(engine)
 
 

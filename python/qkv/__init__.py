@@ -9,8 +9,10 @@ with qkv.Engine("demo") as engine:
 from importlib.metadata import PackageNotFoundError, version
 
 from ._core import CheckpointError, Error, OutOfPages, UnsupportedError
+from .calibration import Scales, calibrate
 from .engine import Engine
 from .inspection import Inspection, inspect
+from .kv_scales import KvScale, KvScaleTable
 from .outputs import Completion, Metrics, RequestOutput, Score
 from .params import SamplingParams
 from .planner import Plan, plan
@@ -27,15 +29,19 @@ __all__ = [
     "Engine",
     "Error",
     "Inspection",
+    "KvScale",
+    "KvScaleTable",
     "Metrics",
     "OutOfPages",
     "Plan",
     "RequestOutput",
     "SamplingParams",
+    "Scales",
     "Score",
     "Tokenizer",
     "UnsupportedError",
     "__version__",
+    "calibrate",
     "inspect",
     "plan",
 ]

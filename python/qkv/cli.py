@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from . import __version__, _core, models, options, tasks
+from .calibration import calibrate
 from .engine import Engine
 from .inspection import inspect, size
 from .outputs import RequestOutput
@@ -340,7 +341,33 @@ def _converse(
 
 def _inspect(args: argparse.Namespace) -> int:
     found = inspect(args.model)
-    print(json.dumps(found.to_dict(), ensure_ascii=False) if args.json else str(found))
+    if args.json:
+        print(json.dumps(found.to_dict(), ensure_ascii=False))
+        return 0
+    print(found)
+    if found.kv_scales:
+        print(f"\n{found.scales_table()}")
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    rows, _, _ = _prompts(args)
+    if args.kv_cache_dtype == "auto":
+        raise _Problem("--kv-cache-dtype auto: name the format to calibrate")
+    target, args.kv_cache_dtype = args.kv_cache_dtype, "bf16"
+    with _open(args) as engine:
+        scales = calibrate(
+            engine,
+            list(_as_chat(rows)) if args.chat else rows,
+            target,
+            out=args.out,
+            per=args.per,
+            method=args.method,
+            plain=args.sglang_schema,
+            max_tokens=args.max_tokens,
+            progress=not args.no_progress,
+        )
+    print(json.dumps(scales.to_dict(), ensure_ascii=False) if args.json else str(scales))
     return 0
 
 
@@ -427,6 +454,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
     _add_generate(verbs)
     _add_chat(verbs)
+    _add_calibrate(verbs)
     _add_plan(verbs)
     _add_small(verbs)
     return parser
@@ -447,9 +475,7 @@ def _add_generate(verbs: Any) -> None:
         formatter_class=_FORMATTER,
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
-    parser.add_argument("--input", metavar="FILE", help=".jsonl, or text lines; -: standard input")
-    parser.add_argument("--dataset", choices=tasks.names(), help="questions that come with qkv")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
+    _input_options(parser)
     parser.add_argument("--output", metavar="FILE", help="write here; .jsonl: as JSON")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, default=None,
         help="put prompts through the chat template (default for a data set)")  # fmt: skip
@@ -458,6 +484,42 @@ def _add_generate(verbs: Any) -> None:
     _engine_options(parser)
     _sampling_options(parser)
     parser.set_defaults(run=_generate)
+
+
+def _input_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input", metavar="FILE", help=".jsonl, or text lines; -: standard input")
+    parser.add_argument("--dataset", choices=tasks.names(), help="questions that come with qkv")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
+
+
+def _add_calibrate(verbs: Any) -> None:
+    parser = verbs.add_parser(
+        "calibrate",
+        help="find the scales of an FP8 or NVFP4 KV cache on your own prompts",
+        description="Runs prompts with a bf16 KV cache, finds the scale of K and V in each layer\n"
+        "and writes them as a file for --quantization-param-path, and as safetensors with\n"
+        "the names that SGLang and vLLM read. --kv-cache-dtype is what is calibrated.",
+        epilog="examples:\n"
+        "  qkv calibrate --model ./Qwen3-8B --dataset gsm8k --chat --out scales.json\n"
+        "  qkv calibrate --model demo --input prompts.txt --per head --method mse --out s.json",
+        formatter_class=_FORMATTER,
+    )
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="text")
+    _input_options(parser)
+    add("--chat", action="store_true", help="put prompts through the chat template")
+    add("--out", required=True, metavar="FILE", help="NAME.json, or a folder")
+    add("--per", default="tensor", choices=("tensor", "head"), help="(default: tensor)")
+    add("--method", default="amax", choices=("amax", "mse"),
+        help="largest magnitude, or least squared error (default: amax)")  # fmt: skip
+    add("--sglang-schema", action="store_true",
+        help="one number per layer for K and V, as SGLang's file has it")  # fmt: skip
+    add("--max-tokens", type=int, default=1, metavar="N",
+        help="also let the model write so many tokens after each prompt (default: 1)")  # fmt: skip
+    add("--no-progress", action="store_true", help="no progress bar")
+    add("--json", action="store_true", help="as JSON")
+    _engine_options(parser)
+    parser.set_defaults(run=_calibrate, kv_cache_dtype="fp8_e4m3")
 
 
 def _add_chat(verbs: Any) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import _core, models, options, run
+from . import _core, kv_scales, models, options, run
 from ._core import Checkpoint, Error
 from .chat_template import check_messages
+from .kv_scales import KvScaleTable
 from .outputs import RequestOutput, Score
 from .params import SamplingParams
 from .progress import Progress
@@ -111,14 +112,35 @@ class Engine:
             options.check_quantization(quantization, prefill_quantization, self._container)
             config = checkpoint.model_config()
             weights_bytes = sum(entry[3] for entry in checkpoint.tensors())
+            carried = checkpoint.kv_scales()
+            self._model_types = kv_scales.model_types(checkpoint)
         finally:
             checkpoint.close()
         self._vocab = int(config["vocab"])
+        n_layers, n_kv_heads = int(config["n_layers"]), int(config["n_kv_heads"])
+        taken, key = kv_scales.declared(self._folder) if self._container != "gguf" else ("", "")
         self._lanes = options.lanes(
-            kv_cache_dtype,
-            int(config["n_layers"]),
-            compute_dtype=compute_dtype,
-            declared=str(config.get("kv_declared", "")),
+            kv_cache_dtype, n_layers, compute_dtype=compute_dtype, declared=taken
+        )
+        self._auto = None
+        if options.asks_for_auto(kv_cache_dtype):
+            auto = options.auto_format(compute_dtype, taken)
+            self._auto = {"taken": auto, "why": kv_scales.auto_reason(auto, key, compute_dtype)}
+            _log.info("kv_cache_dtype auto: %s (%s)", auto, self._auto["why"])
+        side_file = None
+        if quantization_param_path is not None:
+            side_file = kv_scales.read_side_file(
+                quantization_param_path,
+                n_layers=n_layers,
+                n_kv_heads=n_kv_heads,
+                model_types=self._model_types,
+            )
+        self._scales = kv_scales.resolve(
+            self._lanes,
+            n_kv_heads=n_kv_heads,
+            file=side_file,
+            carried=carried,
+            query_dtype=query_dtype,
         )
         length = max_model_len or int(config["max_positions"])
         self._kv_tokens = options.pool_tokens(
@@ -130,11 +152,14 @@ class Engine:
         )
         self._lock = threading.RLock()
         self._seqs: dict[int, run.Seq] = {}
+        self._n_groups = 0
         self.interrupted: list[RequestOutput] = []
         self._core = _core.Engine(
             self._path,
             kv_formats=[lane.layers for lane in self._lanes],
             kv_tokens=self._kv_tokens,
+            kv_scales=self._scales.values,
+            query_dtype="fp8_e4m3" if query_dtype == "fp8_e4m3" else "bf16",
             threads=threads or 0,
             compute_dtype="float32" if compute_dtype == "float32" else "bf16",
             device=device,
@@ -145,6 +170,7 @@ class Engine:
             offline=schedule == "offline",
             log=_write_log,
         )
+        kv_scales.write_log(self._scales)
 
     # What is loaded.
 
@@ -178,25 +204,26 @@ class Engine:
             "container": self._container,
             **self._core.info,
             "kv_cache_dtype": [lane.name for lane in self._lanes],
+            # What "auto" took and why; None if it was not asked for.
+            "kv_cache_dtype_auto": self._auto,
         }
 
-    def kv_scales(self) -> list[dict[str, Any]]:
-        """The scales of keys and values in use: lane, layer, k_scale, v_scale, source."""
-        return [
-            {
-                "lane": lane.name,
-                "layer": layer,
-                "k_scale": 1.0,
-                "v_scale": 1.0,
-                "source": f"{lane.layers[layer][0]} cache: stored unscaled",
-            }
-            for lane in self._lanes
-            for layer in range(len(lane.layers))
-        ]
+    def kv_scales(self) -> KvScaleTable:
+        """The scales of keys and values by lane and layer: value, source, whether applied and else
+        why not, and of what was stored so far the shares that were clipped and flushed to zero and
+        the largest magnitude. Prints as a table."""
+        counts = {lane.name: self._core.kv_counts(i) for i, lane in enumerate(self._lanes)}
+        return kv_scales.with_counts(self._scales.rows, counts)
 
     def memory(self) -> dict[str, Any]:
-        """Bytes held: weights, activations, kv (all lanes), scratch."""
-        return dict(self._core.memory())
+        """Bytes held: weights, kv (all pools; kv_lanes by name, kv_resident what was used so far),
+        activations, hidden (rows that wait for a comparison), scratch; total."""
+        held = dict(self._core.memory())
+        names = [lane.name for lane in self._lanes]
+        held["kv_lanes"] = dict(zip(names, held["kv_lanes"], strict=True))
+        parts = ("weights", "kv", "activations", "hidden", "scratch")
+        held["total"] = sum(held[part] for part in parts)
+        return held
 
     def __repr__(self) -> str:
         lanes = ", ".join(lane.name for lane in self._lanes)
@@ -276,7 +303,10 @@ class Engine:
         Two strings are tokenized together, as lm-evaluation-harness does: white space at the end of
         the prompt goes to the continuation, whose tokens are those of the whole text past as many
         as the prompt alone has. BOS is added as in generate(). `top`: so many alternatives
-        for each token. Never holds more than a few rows of the vocabulary."""
+        for each token. Never holds more than a few rows of the vocabulary.
+
+        With several lanes score.lanes has each lane's, and all but the first lane's have kl,
+        kl_reverse and top1 against the first."""
         options.integer("top", top, 0, 256)
         rows = run.as_rows(prompts)
         if continuations is not None:
@@ -292,6 +322,7 @@ class Engine:
         starts: dict[int, int] = {}
 
         def remember(item: Item, row: Any) -> None:
+            item.params, item.compare = params, True
             build(item, row)
             starts[item.index] = item.logprob_start
 
@@ -388,6 +419,11 @@ class Engine:
         outputs.sort(key=lambda output: output.index)
         return outputs
 
+    def _next_group(self) -> int:
+        """A number for sequences of several lanes that are compared."""
+        self._n_groups += 1
+        return self._n_groups
+
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         if not self._lock.acquire(blocking=False):
@@ -439,6 +475,7 @@ def _conversations(given: Any) -> Iterable[Any]:
 
 def _score(output: RequestOutput, start: int) -> Score:
     def one(answer: RequestOutput) -> Score:
+        compared = answer.comparison
         return Score(
             index=answer.index,
             error=answer.error,
@@ -447,6 +484,9 @@ def _score(output: RequestOutput, start: int) -> Score:
             rank=answer.prompt_ranks,
             top_ids=answer.prompt_top_ids,
             top_logprobs=answer.prompt_top_logprobs,
+            kl=None if compared is None else compared.kl,
+            kl_reverse=None if compared is None else compared.kl_reverse,
+            top1=None if compared is None else compared.top1,
         )
 
     score = one(output)

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _core, models, options
+from . import _core, kv_scales, models, options, tables
 from .engine import load_tokenizer
 
 
@@ -31,6 +31,11 @@ class Inspection:
     formats: dict[str, tuple[int, int]]  # weight format -> (tensors, bytes)
     config: dict[str, Any] = field(default_factory=dict)  # empty if there is a problem with it
     kv_bytes_per_token: int | None = None  # with a bf16 cache
+    kv_auto: str = "bf16"  # what kv_cache_dtype="auto" takes, and why
+    kv_auto_why: str = ""
+    # Scales of the KV cache in the files: layer, kind, tensor, values.
+    kv_scales: list[tuple[int, str, str, list[float]]] = field(default_factory=list)
+    kv_scales_problem: str | None = None  # why loading would refuse them
     tokenizer: str | None = None  # how many tokens, or why there is none
     chat_template: bool = False
     problem: str | None = None
@@ -41,7 +46,35 @@ class Inspection:
             name: {"tensors": count, "bytes": n_bytes}
             for name, (count, n_bytes) in self.formats.items()
         }
+        row["kv_scales"] = [
+            {"layer": layer, "kind": kind, "tensor": tensor, "values": values}
+            for layer, kind, tensor, values in self.kv_scales
+        ]
         return row
+
+    def _scale_rows(self) -> list[tuple[str, str]]:
+        """A row per kind: how many, of which names, over which range."""
+        if self.kv_scales_problem is not None:
+            return [("KV scales", self.kv_scales_problem)]
+        rows = []
+        for kind in dict.fromkeys(entry[1] for entry in self.kv_scales):
+            found = [entry for entry in self.kv_scales if entry[1] == kind]
+            numbers = [value for entry in found for value in entry[3]]
+            span = f"{min(numbers):.6g}"
+            if min(numbers) != max(numbers):
+                span += f" .. {max(numbers):.6g}"
+            rows.append((f"  {kind}", f"{len(found)} ({found[0][2]}, ...), {span}"))
+        return [("KV scales", f"{len(self.kv_scales)} in the files" if rows else "none"), *rows]
+
+    def scales_table(self) -> str:
+        """Every KV scale in the files, a line each; "" if there are none."""
+        if not self.kv_scales:
+            return ""
+        cells = [
+            (str(layer), kind, tensor, ", ".join(f"{value:.6g}" for value in values))
+            for layer, kind, tensor, values in self.kv_scales
+        ]
+        return tables.text(("layer", "kind", "tensor", "scale"), cells, left=3)
 
     def _rows(self) -> list[tuple[str, str]]:
         rows = [("model", self.path)]
@@ -64,6 +97,8 @@ class Inspection:
             rows.append((f"  {name}", f"{count} tensors, {size(n_bytes)}"))
         if self.kv_bytes_per_token is not None:
             rows.append(("bf16 KV cache", f"{size(self.kv_bytes_per_token)} per token"))
+        rows.append(("KV cache auto", f"{self.kv_auto}: {self.kv_auto_why}"))
+        rows += self._scale_rows()
         rows.append(("tokenizer", self.tokenizer or "none"))
         rows.append(("chat template", "yes" if self.chat_template else "no"))
         return rows
@@ -95,6 +130,8 @@ def inspect(model: str | os.PathLike[str]) -> Inspection:
             config = checkpoint.model_config()
         except _core.Error as error:
             problem = str(error)
+        scales, scales_problem = _scales(checkpoint)
+        folder = checkpoint.folder
     finally:
         checkpoint.close()
     formats: dict[str, tuple[int, int]] = {}
@@ -106,6 +143,8 @@ def inspect(model: str | os.PathLike[str]) -> Inspection:
         if missing:
             problem = f"no codec for {', '.join(missing)}"
     words, template = _tokenizer(path)
+    taken, key = kv_scales.declared(folder) if container != "gguf" else ("", "")
+    auto = options.auto_format("bf16", taken)
     return Inspection(
         path=path,
         container=container,
@@ -115,10 +154,27 @@ def inspect(model: str | os.PathLike[str]) -> Inspection:
         formats=dict(sorted(formats.items(), key=lambda entry: -entry[1][1])),
         config=config,
         kv_bytes_per_token=_kv_bytes(config),
+        kv_auto=auto,
+        kv_auto_why=kv_scales.auto_reason(auto, key, "bf16"),
+        kv_scales=scales,
+        kv_scales_problem=scales_problem,
         tokenizer=words,
         chat_template=template,
         problem=problem,
     )
+
+
+def _scales(
+    checkpoint: _core.Checkpoint,
+) -> tuple[list[tuple[int, str, str, list[float]]], str | None]:
+    try:
+        found = checkpoint.kv_scales()
+    except _core.Error as error:
+        return [], str(error)
+    return [
+        (layer, kind, tensor, [float(value) for value in values])
+        for layer, kind, tensor, values in found
+    ], None
 
 
 def _kv_bytes(config: dict[str, Any]) -> int | None:

@@ -83,18 +83,12 @@ def check_arithmetic(
             "'off' are the same for its weight formats)"
         )
     one_of("query_dtype", query_dtype, ("bf16", "fp8_e4m3"))
-    if query_dtype != "bf16":
-        raise _core.UnsupportedError(f"query_dtype={query_dtype!r}: this version has 'bf16' only")
 
 
 def check_scales_file(path: str | os.PathLike[str] | None) -> None:
-    if path is None:
-        return
-    if not Path(path).is_file():
+    """Before the model is opened; what stands in the file is checked against the model."""
+    if path is not None and not Path(path).is_file():
         raise ValueError(f"quantization_param_path={os.fspath(path)!r}: no such file")
-    raise _core.UnsupportedError(
-        f"quantization_param_path={os.fspath(path)!r}: a bf16 KV cache has no scales to set"
-    )
 
 
 def kv_names() -> list[str]:
@@ -159,10 +153,21 @@ def _lane_name(pair: tuple[str, str], layers: KvLayers) -> str:
     return name if all(layer == pair for layer in layers) else f"{name},mixed"
 
 
+def auto_format(compute_dtype: str, declared: str) -> str:
+    """What the checkpoint declares, else bf16; the reference arithmetic's cache is float32."""
+    return "float32" if compute_dtype == "float32" else declared or "bf16"
+
+
+def asks_for_auto(given: Any) -> bool:
+    """Whether some layer's format is left to us."""
+    if isinstance(given, (list, tuple)):
+        return any(asks_for_auto(entry) for entry in given)
+    return bool((given.get("default", "auto") if isinstance(given, Mapping) else given) == "auto")
+
+
 def lanes(given: Any, n_layers: int, *, compute_dtype: str, declared: str) -> list[Lane]:
-    """kv_cache_dtype as lanes. "auto" is what the checkpoint declares, else bf16; the reference
-    arithmetic keeps its cache in float32."""
-    auto = "float32" if compute_dtype == "float32" else declared or "bf16"
+    """kv_cache_dtype as lanes; "auto" is auto_format()."""
+    auto = auto_format(compute_dtype, declared)
     entries = list(given) if isinstance(given, (list, tuple)) else [given]
     if not entries:
         raise ValueError("kv_cache_dtype=[]: at least one lane is needed")

@@ -77,6 +77,15 @@ class Metrics:
     retractions: int = 0
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """A lane's predictions of given tokens beside the first lane's, [n] each, in nats."""
+
+    kl: NDArray[np.float32]  # the first lane against this one
+    kl_reverse: NDArray[np.float32]
+    top1: NDArray[np.bool_]  # the same most likely token
+
+
 @dataclass(kw_only=True)
 class RequestOutput:
     """The answer to one prompt. `error` says why there is none; it does not touch other rows."""
@@ -94,6 +103,7 @@ class RequestOutput:
     prompt_top_logprobs: NDArray[np.float32] = field(default_factory=_empty_table_f32)
     metrics: Metrics = field(default_factory=Metrics)
     scores: dict[str, Any] = field(default_factory=dict)  # what the on_finish hook returned
+    comparison: Comparison | None = None  # of the prompt's tokens; score() asks for it
     # With several lanes: each lane's answer by name; this object itself is the first lane's.
     lanes: dict[str, "RequestOutput"] = field(default_factory=dict)
 
@@ -218,13 +228,22 @@ class Score:
         }
         if self.top_ids.size:
             row |= {"top_ids": self.top_ids, "top_logprobs": self.top_logprobs}
+        if self.kl is not None:
+            row |= {"kl": self.kl, "kl_reverse": self.kl_reverse, "top1": self.top1}
+        if self.lanes:
+            row["lanes"] = {name: lane.to_dict() for name, lane in self.lanes.items()}
         ready: dict[str, Any] = json_ready(row)
         return ready
 
     def __repr__(self) -> str:
         if self.error is not None:
             return f"Score({self.index}, error={self.error!r})"
+        more = ", greedy" if self.greedy else ""
+        if self.kl is not None and self.top1 is not None and len(self.kl):
+            more += f", mean KL {self.kl.mean():.3g}, top-1 {self.top1.mean():.1%}"
+        if self.lanes:
+            more += f", lanes {', '.join(self.lanes)}"
         return (
             f"Score({self.index}, total={self.total:.4f} over {len(self.token_logprobs)} tokens"
-            f"{', greedy' if self.greedy else ''})"
+            f"{more})"
         )

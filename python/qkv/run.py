@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._core import Error, OutOfPages, Result
-from .outputs import Completion, Key, Metrics, RequestOutput
+from .outputs import Comparison, Completion, Key, Metrics, RequestOutput
 from .params import SamplingParams
 from .progress import Progress
 from .tokenizer import Decoder, Tokenizer, check_text
@@ -32,6 +32,7 @@ class Item:
     ids: NDArray[np.int32] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
     logprob_start: int = 1  # first prompt token whose log-probability is reported
+    compare: bool = False  # of the prompt's tokens, each lane with the first
     error: str | None = None
 
 
@@ -238,7 +239,10 @@ class Run:
             return
         row = Row(self, item, len(self._engine._lanes))
         core, params = self._engine._core, item.params
-        for lane in range(len(self._engine._lanes)):
+        n_lanes = len(self._engine._lanes)
+        if item.compare and n_lanes > 1 and options["logprob_start"] > 0:
+            options |= {"group": self._engine._next_group(), "group_size": n_lanes}
+        for lane in range(n_lanes):
             for sample in range(params.n):
                 if sample > 0:
                     options["logprob_start"] = -1
@@ -353,18 +357,26 @@ class Run:
 
     def _output(self, row: Row) -> RequestOutput:
         lanes = [self._lane_output(row, lane) for lane in range(len(row.results))]
+        broken = [lane.error for lane in lanes if lane.error is not None]
         output = lanes[0]
         if len(lanes) > 1:
             names = [lane.name for lane in self._engine._lanes]
             # The first lane's entry is a copy, so that the result does not contain itself.
             lanes[0] = self._lane_output(row, 0)
             output.lanes = dict(zip(names, lanes, strict=True))
+        output.error = broken[0] if broken else None
         return output
 
     def _lane_output(self, row: Row, lane: int) -> RequestOutput:
         results = [result for result in row.results[lane] if result is not None]
         first = results[0]
+        comparison = None
+        if row.item.compare and first.comparison != "none" and lane > 0:
+            comparison = Comparison(first.kl, first.kl_reverse, first.top1)
+        broken = first.comparison == "broken"
         return RequestOutput(
+            error="the comparison of the lanes was broken off" if broken else None,
+            comparison=comparison,
             index=row.item.index,
             key=row.item.key,
             prompt=row.item.text,
