@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qkv import SamplingParams
@@ -48,6 +49,15 @@ from qkv import SamplingParams
         ({"logit_bias": {3: float("nan")}}, ValueError, ["logit_bias[3]", "nan"]),
         ({"bad_words": [[]]}, ValueError, ["bad_words", "empty"]),
         ({"bad_words": [""]}, ValueError, ["bad_words", "empty"]),
+        # Beyond what a double, a float or a printable integer can hold.
+        ({"temperature": 10**400}, ValueError, ["temperature", "finite"]),
+        ({"temperature": 1e30}, ValueError, ["temperature=1e+30", "1e+06"]),
+        ({"top_p": 1e-300}, ValueError, ["top_p=1e-300", "1e-06"]),
+        ({"repetition_penalty": 1e-30}, ValueError, ["repetition_penalty=1e-30", "1e-06"]),
+        ({"logit_bias": {3: 10**400}}, ValueError, ["logit_bias[3]", "finite"]),
+        ({"logit_bias": {3: 1e300}}, ValueError, ["logit_bias[3]=1e+300", "1e+30"]),
+        ({"max_tokens": 10**5000}, ValueError, ["max_tokens", "16610 bits", "2147483647"]),
+        ({"max_tokens": -(10**5000)}, ValueError, ["max_tokens", "16610 bits"]),
     ],
 )
 def test_refused(values: dict[str, Any], error: type[Exception], words: list[str]) -> None:
@@ -55,6 +65,11 @@ def test_refused(values: dict[str, Any], error: type[Exception], words: list[str
         SamplingParams(**values)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_ban_may_be_a_numpy_number() -> None:
+    bias = SamplingParams(logit_bias={3: np.float32(-np.inf)}).logit_bias
+    assert bias == {3: -np.inf}
 
 
 def test_unknown_name() -> None:

@@ -6,11 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
 # Below this a temperature divides logits by so little that only the best token is left: greedy.
 GREEDY_TEMPERATURE = 1e-6
 MAX_LOGPROBS = 256
 MAX_SAMPLES = 1024
 _INT32_MAX = 2**31 - 1
+# What the engine's float32 arithmetic can do something with.
+_SMALL, _LARGE, _LARGEST_BIAS = 1e-6, 1e6, 1e30
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
@@ -21,8 +25,16 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
     except TypeError:
         raise TypeError(f"{name}={value!r}: an integer is needed") from None
     if not low <= number <= high:
-        raise ValueError(f"{name}={number}: must be within {low} and {high}")
+        raise ValueError(f"{name}={_written(number)}: must be within {low} and {high}")
     return number
+
+
+def _written(number: int) -> str:
+    """Python refuses to write out integers of thousands of digits."""
+    try:
+        return str(number)
+    except ValueError:
+        return f"an integer of {number.bit_length()} bits"
 
 
 def _real(name: str, value: Any) -> float:
@@ -30,6 +42,8 @@ def _real(name: str, value: Any) -> float:
         raise TypeError(f"{name}={value!r}: a number is needed")
     try:
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError):
         raise TypeError(f"{name}={value!r}: a number is needed") from None
     if not math.isfinite(number):
@@ -93,10 +107,10 @@ def _bias(value: Any) -> dict[int, float] | None:
     bias: dict[int, float] = {}
     for token, amount in value.items():
         key = _integer("logit_bias id", token, 0, _INT32_MAX)
-        if isinstance(amount, float) and amount == -math.inf:
-            bias[key] = amount
+        if isinstance(amount, (float, np.floating)) and amount == -math.inf:
+            bias[key] = -math.inf
         else:
-            bias[key] = _real(f"logit_bias[{key}]", amount)
+            bias[key] = _within(f"logit_bias[{key}]", amount, -_LARGEST_BIAS, _LARGEST_BIAS)
     return bias
 
 
@@ -182,6 +196,12 @@ class SamplingParams:
     def _check_together(self) -> None:
         if self.temperature < 0.0:
             raise ValueError(f"temperature={self.temperature}: must be at least 0")
+        if self.temperature > _LARGE:
+            raise ValueError(f"temperature={self.temperature}: must be at most {_LARGE:g}")
+        # Without this, what a float32 makes of them would be 0.
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) < _SMALL:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {_SMALL:g}")
         if self.temperature < GREEDY_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
         if self.min_tokens > self.max_tokens:
