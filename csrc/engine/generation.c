@@ -1,6 +1,7 @@
 #include "engine/generation.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -122,14 +123,9 @@ static enum qkv_status check_bad_words(struct qkv_error *err, const struct qkv_g
         if (n < 1) {
             return qkv_fail(err, QKV_ERR_ARGUMENT, "bad_words[%d]: no tokens", w);
         }
-        if (check_ids(err, "", p->bad_tokens + p->bad_first[w], n, n_vocab) != QKV_OK) {
-            char name[48];
-            struct qkv_error where;
-            (void)qkv_fail(&where, QKV_ERR_ARGUMENT, "bad_words[%d]", w);
-            memcpy(name, where.msg, sizeof name - 1);
-            name[sizeof name - 1] = '\0';
-            return check_ids(err, name, p->bad_tokens + p->bad_first[w], n, n_vocab);
-        }
+        char name[32];
+        (void)snprintf(name, sizeof name, "bad_words[%d]", w);
+        QKV_TRY(check_ids(err, name, p->bad_tokens + p->bad_first[w], n, n_vocab));
     }
     return QKV_OK;
 }

@@ -94,17 +94,13 @@ static int add_named_tuples(PyObject *module, struct qkv_py_state *state)
             module, factory, "Result",
             "token_ids logprobs top_ids top_logprobs prompt_logprobs prompt_ranks prompt_top_ids "
             "prompt_top_logprobs kl kl_reverse top1 comparison finish_reason stop_token queue_time "
-            "time_to_first_token "
-            "total_time cached_tokens retractions",
-            "A finished sequence. token_ids [n] int32, logprobs [n] float32 (natural logarithm, "
-            "of\n"
-            "the raw logits), top_ids and top_logprobs [n, n_top]; the same of the prompt's "
-            "tokens\n"
-            "logprob_start .. n_prompt - 1 in prompt_* [m], ranks from 0; in a group, against its\n"
-            "first lane: kl and kl_reverse [m] float32 (nats), top1 [m] bool (the same most "
-            "likely\n"
-            "token), [0] for the first lane itself; comparison \"none\", \"complete\" or "
-            "\"broken\";\ntimes in seconds.",
+            "time_to_first_token total_time cached_tokens retractions",
+            "A finished sequence. token_ids [n] int32, logprobs [n] float32 (natural logarithm,\n"
+            "of the raw logits), top_ids and top_logprobs [n, n_top]; the same of the prompt's\n"
+            "tokens logprob_start .. n_prompt - 1 in prompt_* [m], ranks from 0; in a group,\n"
+            "against its first lane: kl and kl_reverse [m] float32 (nats), top1 [m] bool (the\n"
+            "same most likely token), [0] for the first lane itself; comparison \"none\",\n"
+            "\"complete\" or \"broken\"; times in seconds.",
             &state->result_type);
     }
     Py_DECREF(factory);

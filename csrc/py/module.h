@@ -28,6 +28,10 @@ struct qkv_py_state *qkv_py_state_of(PyObject *self);
 /* The one place that turns a status into an exception. Returns NULL. */
 PyObject *qkv_py_raise(const struct qkv_py_state *state, const struct qkv_error *err);
 
+/* None, or what qkv_py_raise makes of a status that is not QKV_OK. */
+PyObject *qkv_py_none(const struct qkv_py_state *state, enum qkv_status status,
+                      const struct qkv_error *err);
+
 /* A str, with what is not valid UTF-8 escaped. */
 PyObject *qkv_py_text(const char *text);
 

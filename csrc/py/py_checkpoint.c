@@ -376,11 +376,10 @@ static PyMethodDef checkpoint_methods[] = {
      "KV-cache scale in the files, by layer. \"k\" and \"v\" can be applied (a kv_scale stands\n"
      "there as both); \"q\", \"prob\", \"k_zero_point\", \"v_zero_point\", \"q_zero_point\",\n"
      "\"k_bias\", \"v_bias\" (zero, all of them) and \"unset\" (-1) are only listed.\n\n"
-     "CheckpointError: one binds to no layer, is misshapen or no scale, two contradict each "
-     "other,\n"
-     "K's or V's or those of a layer are missing. UnsupportedError: a zero point or bias that is\n"
-     "not zero. Where the config is not supported, layers and heads are only checked against each\n"
-     "other."},
+     "CheckpointError: one binds to no layer, is misshapen or no scale, two contradict each\n"
+     "other, K's or V's or those of a layer are missing. UnsupportedError: a zero point or bias\n"
+     "that is not zero. Where the config is not supported, layers and heads are only checked\n"
+     "against each other."},
     {"dequantize", checkpoint_dequantize, METH_O,
      "dequantize($self, name, /)\n--\n\nA tensor as float32 by the scalar codec, in its shape.\n\n"
      "KeyError: no such tensor. UnsupportedError: its format has no codec."},

@@ -43,6 +43,15 @@ PyObject *qkv_py_raise(const struct qkv_py_state *state, const struct qkv_error 
     return NULL;
 }
 
+PyObject *qkv_py_none(const struct qkv_py_state *state, enum qkv_status status,
+                      const struct qkv_error *err)
+{
+    if (status != QKV_OK) {
+        return qkv_py_raise(state, err);
+    }
+    Py_RETURN_NONE;
+}
+
 /* As an int object: a new reference. */
 static PyObject *index_of(PyObject *obj, const char *name)
 {

@@ -126,6 +126,12 @@ static PyObject *engine_info(PyObject *object, void *unused)
     return result;
 }
 
+static PyObject *lane_bytes_at(const void *memory, size_t i)
+{
+    return PyLong_FromUnsignedLongLong(
+        ((const struct qkv_engine_memory *)memory)->kv_lane_bytes[i]);
+}
+
 static PyObject *engine_memory(PyObject *object, PyObject *unused)
 {
     (void)unused;
@@ -138,15 +144,7 @@ static PyObject *engine_memory(PyObject *object, PyObject *unused)
     qkv_engine_memory(engine, &memory);
     qkv_engine_info(engine, &info);
     qkv_py_engine_leave(cast(object));
-    PyObject *lanes = PyList_New(info.n_lanes);
-    for (int32_t i = 0; lanes != NULL && i < info.n_lanes; i++) {
-        PyObject *n_bytes = PyLong_FromUnsignedLongLong(memory.kv_lane_bytes[i]);
-        if (n_bytes == NULL) {
-            Py_CLEAR(lanes);
-            break;
-        }
-        PyList_SET_ITEM(lanes, i, n_bytes);
-    }
+    PyObject *lanes = qkv_py_list((size_t)info.n_lanes, lane_bytes_at, &memory);
     if (lanes == NULL) {
         return NULL;
     }
@@ -179,35 +177,29 @@ static PyObject *engine_counts(PyObject *object, PyObject *unused)
 
 /* ---- steps and results ---- */
 
+static PyObject *token_at(const void *tokens, size_t i)
+{
+    const struct qkv_engine_token *token = (const struct qkv_engine_token *)tokens + i;
+    return Py_BuildValue("(Li)", (long long)token->id, (int)token->token);
+}
+
+static PyObject *id_at(const void *ids, size_t i)
+{
+    return PyLong_FromLongLong(((const int64_t *)ids)[i]);
+}
+
 static PyObject *build_step(const struct qkv_py_state *state, const struct qkv_engine_step *step)
 {
-    PyObject *tokens = PyList_New(step->n_tokens);
-    PyObject *finished = PyList_New(step->n_finished);
+    PyObject *tokens = qkv_py_list((size_t)step->n_tokens, token_at, step->tokens);
+    PyObject *finished = qkv_py_list((size_t)step->n_finished, id_at, step->finished);
     if (tokens == NULL || finished == NULL) {
-        goto fail;
-    }
-    for (int32_t i = 0; i < step->n_tokens; i++) {
-        PyObject *pair =
-            Py_BuildValue("(Li)", (long long)step->tokens[i].id, (int)step->tokens[i].token);
-        if (pair == NULL) {
-            goto fail;
-        }
-        PyList_SET_ITEM(tokens, i, pair);
-    }
-    for (int32_t i = 0; i < step->n_finished; i++) {
-        PyObject *id = PyLong_FromLongLong(step->finished[i]);
-        if (id == NULL) {
-            goto fail;
-        }
-        PyList_SET_ITEM(finished, i, id);
+        Py_XDECREF(tokens);
+        Py_XDECREF(finished);
+        return NULL;
     }
     return PyObject_CallFunction(state->step_type, "iiLLNN", (int)step->n_rows,
                                  (int)step->n_prefill, (long long)step->n_running,
                                  (long long)step->n_waiting, tokens, finished);
-fail:
-    Py_XDECREF(tokens);
-    Py_XDECREF(finished);
-    return NULL;
 }
 
 static PyObject *engine_step(PyObject *object, PyObject *unused)
@@ -368,10 +360,7 @@ static PyObject *engine_finish(PyObject *object, PyObject *args, PyObject *kwarg
     struct qkv_error err;
     enum qkv_status status = qkv_engine_finish(&err, engine, id, n_keep);
     qkv_py_engine_leave(cast(object));
-    if (status != QKV_OK) {
-        return qkv_py_raise(qkv_py_state_of(object), &err);
-    }
-    Py_RETURN_NONE;
+    return qkv_py_none(qkv_py_state_of(object), status, &err);
 }
 
 static PyObject *engine_abort(PyObject *object, PyObject *id_object)
@@ -387,10 +376,7 @@ static PyObject *engine_abort(PyObject *object, PyObject *id_object)
     struct qkv_error err;
     enum qkv_status status = qkv_engine_drop(&err, engine, id);
     qkv_py_engine_leave(cast(object));
-    if (status != QKV_OK) {
-        return qkv_py_raise(qkv_py_state_of(object), &err);
-    }
-    Py_RETURN_NONE;
+    return qkv_py_none(qkv_py_state_of(object), status, &err);
 }
 
 static PyObject *engine_flush(PyObject *object, PyObject *unused)
@@ -403,40 +389,34 @@ static PyObject *engine_flush(PyObject *object, PyObject *unused)
     struct qkv_error err;
     enum qkv_status status = qkv_engine_flush(&err, engine);
     qkv_py_engine_leave(cast(object));
-    if (status != QKV_OK) {
-        return qkv_py_raise(qkv_py_state_of(object), &err);
-    }
-    Py_RETURN_NONE;
+    return qkv_py_none(qkv_py_state_of(object), status, &err);
 }
 
 /* ---- the type ---- */
 
 static PyMethodDef engine_methods[] = {
     {"memory", engine_memory, METH_NOARGS,
-     "memory($self)\n--\n\nBytes: weights, activations, kv (all lanes, reserved), kv_lanes (a "
-     "list, "
-     "by\nlane), kv_resident (of kv: up to the last page that was used so far), hidden (rows that\n"
+     "memory($self)\n--\n\n"
+     "Bytes: weights, activations, kv (all lanes, reserved), kv_lanes (a list, by\n"
+     "lane), kv_resident (of kv: up to the last page that was used so far), hidden (rows that\n"
      "wait for a comparison), scratch."},
     {"kv_scales", qkv_py_engine_kv_scales, METH_O,
      "kv_scales($self, lane, /)\n--\n\n[n_layers, 2, n_kv_heads] float32, K then V: what the lane "
      "applies; 1 where its\nformat has no such scale."},
     {"kv_counts", qkv_py_engine_kv_counts, METH_O,
-     "kv_counts($self, lane, /)\n--\n\nOf what the lane stored since the last reset, [n_layers, "
-     "2,\n"
-     "n_kv_heads], K then V: n_values, n_clipped (beyond the largest value), n_flushed (not zero,\n"
+     "kv_counts($self, lane, /)\n--\n\n"
+     "Of what the lane stored since the last reset, [n_layers, 2, n_kv_heads],\nK then V: n_values, n_clipped (beyond the largest value), n_flushed (not zero,\n"
      "stored as zero) int64, amax (largest magnitude, before the scale) float32. What is computed\n"
      "again counts again."},
     {"kv_counts_reset", qkv_py_engine_kv_counts_reset, METH_NOARGS,
      "kv_counts_reset($self)\n--\n\nSets the counts of all lanes to zero."},
     {"kv_observe", (PyCFunction)(void (*)(void))qkv_py_engine_kv_observe,
      METH_VARARGS | METH_KEYWORDS,
-     "kv_observe($self, lane, on)\n--\n\nCounts |x| of everything that the lane stores from now "
-     "on, "
-     "by kv_histogram()'s\nbins; turning it on starts from empty ones."},
+     "kv_observe($self, lane, on)\n--\n\n"
+     "Counts |x| of everything that the lane stores from now on, by kv_histogram()'s\nbins; turning it on starts from empty ones."},
     {"kv_histogram", qkv_py_engine_kv_histogram, METH_O,
-     "kv_histogram($self, lane, /)\n--\n\n[n_layers, 2, n_kv_heads, 2048] uint64, K then V. The "
-     "bin "
-     "of x is the 11 bits of\n|x|'s float32 pattern below the sign: bin << 20, read as float32, is "
+     "kv_histogram($self, lane, /)\n--\n\n"
+     "[n_layers, 2, n_kv_heads, 2048] uint64, K then V. The bin of x is the 11 bits of\n|x|'s float32 pattern below the sign: bin << 20, read as float32, is "
      "its lower end.\n\nError: the lane was never observed."},
     {"counts", engine_counts, METH_NOARGS,
      "counts($self)\n--\n\nThe scheduler's counters: n_waiting, n_running (sequences), n_pages,\n"

@@ -125,10 +125,7 @@ PyObject *qkv_py_engine_kv_counts_reset(PyObject *object, PyObject *unused)
     struct qkv_error err;
     enum qkv_status status = qkv_engine_kv_counts_reset(&err, engine);
     qkv_py_engine_leave((struct qkv_py_engine *)object);
-    if (status != QKV_OK) {
-        return qkv_py_raise(qkv_py_state_of(object), &err);
-    }
-    Py_RETURN_NONE;
+    return qkv_py_none(qkv_py_state_of(object), status, &err);
 }
 
 PyObject *qkv_py_engine_kv_observe(PyObject *object, PyObject *args, PyObject *kwargs)

@@ -17,13 +17,11 @@ const char qkv_py_engine_doc[] =
     "a scale ignore theirs; None: 1. The checkpoint's are never taken from here. query_dtype\n"
     "'fp8_e4m3' quantizes the queries in attention. threads 0: all that the process may use;\n"
     "max_model_len 0: the model's. A step holds at most chunk_tokens prompt rows and one row for\n"
-    "each of max_running sequences. progress(done, total) in bytes stops the loading (Error) if "
-    "it\n"
-    "returns False; log(level 0..2, line). What they raise, the call raises.\n\n"
+    "each of max_running sequences. progress(done, total) in bytes stops the loading (Error) if\n"
+    "it returns False; log(level 0..2, line). What they raise, the call raises.\n\n"
     "One thread at a time: a call while another is inside raises Error, as does any after close()\n"
-    "and, except close(), in a forked child. CheckpointError, UnsupportedError, OSError, "
-    "ValueError,\n"
-    "MemoryError as their names say.";
+    "and, except close(), in a forked child. CheckpointError, UnsupportedError, OSError,\n"
+    "ValueError, MemoryError as their names say.";
 
 /* ---- callbacks: they come on the thread of the call, which gave up the GIL ---- */
 
