@@ -59,6 +59,33 @@ def test_broken_template() -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ 2.0 ** 100000 }}", "OverflowError"),
+        ("{% for i in range(10 ** 9) %}a{% endfor %}", "Range too big"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "RecursionError"),
+        ("{{ '%c' | format(-1) }}", "OverflowError"),
+        # A few characters that would take all memory.
+        ("{{ 'a' * 10 ** 10 }}", "10000000000 elements"),
+        ("{{ 10 ** 10 * 'a' }}", "10000000000 elements"),
+        ("{{ messages * 9999999 }}", "9999999 elements"),
+        ("{{ 10 ** 100000000 }}", "400000000 elements"),
+        ("{{ lipsum(n=10 ** 8) }}", "lipsum"),
+    ],
+)
+def test_a_template_that_fails_is_an_error_of_ours(source: str, words: str) -> None:
+    with pytest.raises(qkv.Error, match=words):
+        render(source)
+
+
+def test_templates_may_calculate() -> None:
+    text = render("{{ 2 ** 10 * 3 }} {{ '-' * 5 }} {{ 2 ** -1 }} {{ 1.5 * 2 }}")
+    assert text == "3072 ----- 0.5 3.0"
+
+
+@pytest.mark.parametrize(
     ("messages", "words"),
     [
         ([], "empty"),

@@ -7,12 +7,15 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 from jinja2 import Template, nodes
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ._core import Error
+
+_MAX_REPEATED = 1 << 20
 
 
 class _Generation(Extension):
@@ -46,14 +49,36 @@ def _to_json(
     )
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Without the operations by which a few characters make gigabytes. A template may still be
+    slow: that is Python code between two characters, which Ctrl-C ends."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            for text, count in ((left, right), (right, left)):
+                if isinstance(text, Sequence) and isinstance(count, int):
+                    _check_length(len(text) * count)
+        elif isinstance(left, int) and isinstance(right, int):
+            _check_length(left.bit_length() * right)
+        return super().call_binop(context, operator, left, right)
+
+
+def _check_length(length: int) -> None:
+    if length > _MAX_REPEATED:
+        raise SecurityError(f"a value of {length} elements, at most {_MAX_REPEATED} are allowed")
+
+
 @lru_cache(maxsize=16)
 def _compile(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     helpers: dict[str, Callable[..., Any]] = {"raise_exception": _raise, "strftime_now": _now}
     environment.globals.update(helpers)
+    environment.globals.pop("lipsum", None)  # text without end
     return environment.from_string(source)
 
 
@@ -71,9 +96,11 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
 def render(source: str, messages: Any, tokens: Mapping[str, str], **options: Any) -> str:
     """The prompt text. `tokens`: bos_token, eos_token and so on."""
+    checked = check_messages(messages)
     try:
-        return _compile(source).render(messages=check_messages(messages), **tokens, **options)
+        return _compile(source).render(messages=checked, **tokens, **options)
     except TemplateError as error:
         raise Error(f"chat template: {error}") from error
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-        raise Error(f"chat template: {type(error).__name__}: {error}") from error
+    except Exception as error:  # the template is a program: it may divide by zero or never return
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise Error(f"chat template: {reason}") from error
