@@ -255,6 +255,8 @@ def test_sentencepiece_flags() -> None:
         ({"model": "gpt2", "pre": "gpt-2", "merges": ["q z"]}, ["merges", "q z"]),
         ({"model": "gpt2", "pre": "gpt-2", "merges": ["qz"]}, ["merges", "qz"]),
         ({"tokens": None}, ["tokens"]),
+        ({"model": "gpt2", "pre": ["gpt-2"]}, ["pre", "gpt-2"]),
+        ({"scores": ["a"] * len(PIECES)}, ["scores[0]", "'a'"]),
     ],
 )
 def test_broken_vocabulary(changes: dict[str, Any], words: list[str]) -> None:
@@ -262,6 +264,20 @@ def test_broken_vocabulary(changes: dict[str, Any], words: list[str]) -> None:
         Tokenizer.from_gguf(sentencepiece(**changes))
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_long_piece_ends_soon() -> None:
+    """As many ways to cut it as there are lengths of pieces, not as it has characters."""
+    tokens = ["<unk>", "a", "b", "a" * 2_000_000, "ab"]
+    metadata = sentencepiece(tokens=tokens, scores=[0.0] * 5, token_type=[2, 1, 1, 1, 1])
+    metadata |= {"tokenizer.ggml.eos_token_id": 4, "tokenizer.ggml.add_space_prefix": False}
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert tokenizer.encode("ab", add_special_tokens=False) == [4]
+
+
+def test_names_of_chat_templates_that_are_no_list() -> None:
+    metadata = sentencepiece() | {"tokenizer.chat_templates": 5}
+    assert not Tokenizer.from_gguf(metadata).has_chat_template
 
 
 def test_unnamed_pre_tokenizer_warns() -> None:
@@ -305,6 +321,73 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer.json", b"\xff", "tokenizer.json"),
+        ("tokenizer_config.json", b'{"a": ' + b"[" * 100_000, "tokenizer_config.json: .*recursion"),
+        ("tokenizer_config.json", "{}".encode("utf-16"), "tokenizer_config.json: .*utf-8"),
+        ("tokenizer_config.json", b'{"eos_token": "\\ud800"}', r"tokenizer_config.json: .*U\+D800"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja: .*utf-8"),
+        ("additional_chat_templates/a.jinja", b"\xff", "a.jinja: .*utf-8"),
+    ],
+)
+def test_broken_file(
+    fixtures_dir: Path, tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    copy_with(fixtures_dir / "base-qwen3-s-tiny", tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(qkv.CheckpointError, match=words):
+        Tokenizer.from_folder(tmp_path)
+
+
+def changed(folder: Path, to: Path, **changes: Any) -> Path:
+    """A copy whose tokenizer.json has other entries; those of the model are merged."""
+    copy_with(folder, to)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    changes["model"] = content["model"] | changes.get("model", {})
+    (to / "tokenizer.json").write_text(json.dumps(content | changes))
+    return to
+
+
+def test_an_id_far_beyond_the_others(fixtures_dir: Path, tmp_path: Path) -> None:
+    """Costs what one token costs: there is no table up to it."""
+    folder = fixtures_dir / "base-qwen3-s-tiny"
+    entries = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    far = {"model": {"vocab": entries | {"zzzz": 4_000_000_000}}}
+    tokenizer = Tokenizer.from_folder(changed(folder, tmp_path, **far))
+    ids = tokenizer.encode("some text")
+    assert tokenizer.decode(ids) == "some text"
+    assert tokenizer.decode([4_000_000_000, 3_999_999_999, -1]) == "zzzz"
+    assert tokenizer.decoder().push(4_000_000_000) == "zzzz"
+
+
+def test_what_the_library_raises(fixtures_dir: Path, tmp_path: Path) -> None:
+    """Plain exceptions, and the panics of its Rust code, which are no Exception."""
+    folder = fixtures_dir / "base-qwen3-s-tiny"
+    words = {"type": "WordLevel", "vocab": {"q": 0}, "unk_token": "<u>"}
+    for change in (
+        {"model": words},
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<zz>", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        },
+    ):
+        tokenizer = Tokenizer.from_folder(changed(folder, tmp_path, **change))
+        with pytest.raises(qkv.Error, match="tokenizer: "):
+            tokenizer.encode("some text")
+        with pytest.raises(qkv.Error, match="tokenizer: "):
+            tokenizer.encode_batch(["some text", "more"])
+    broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    with pytest.raises(qkv.CheckpointError, match=r"tokenizer\.json: .*charsmap"):
+        Tokenizer.from_folder(changed(folder, tmp_path, normalizer=broken))
+
+
 class Letters:
     """A tokenizer of the caller's own: bytes."""
 
@@ -327,6 +410,18 @@ def test_own_tokenizer() -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
     with pytest.raises(TypeError, match="encode and decode"):
         from_user(5)
+
+
+class Numbers(Letters):
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+def test_own_tokenizer_that_fails() -> None:
+    tokenizer = from_user(Numbers())
+    assert tokenizer.encode("1 2") == [1, 2]
+    with pytest.raises(qkv.Error, match=r"Numbers\.encode: invalid literal"):
+        tokenizer.encode("1 x")
 
 
 def test_import_takes_no_model_libraries() -> None:

@@ -4,7 +4,8 @@ import codecs
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,20 @@ def _byte_alphabet() -> dict[str, int]:
 BYTES = _byte_alphabet()
 
 
+@contextmanager
+def _errors_as(kind: type[Error], where: str) -> Iterator[None]:
+    """What a tokenizer raises, as an error of ours. The library raises plain Exception, and where
+    its Rust code panics a PanicException, which is none."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{where}: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{where}: {error}") from error
+
+
 def check_text(text: str) -> None:
     """ValueError for text that UTF-8 cannot hold, with the place."""
     try:
@@ -56,15 +71,15 @@ class Decoder(Protocol):
 class _ByteDecoder:
     """For vocabularies whose tokens are bytes."""
 
-    def __init__(self, table: Sequence[bytes], skip: frozenset[int]) -> None:
+    def __init__(self, table: Mapping[int, bytes], skip: frozenset[int]) -> None:
         self._table = table
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        if token in self._skip or not 0 <= token < len(self._table):
+        if token in self._skip:
             return ""
-        return self._utf8.decode(self._table[token])
+        return self._utf8.decode(self._table.get(token, b""))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -121,7 +136,7 @@ class Tokenizer:
         self._special_ids = frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self._table: list[bytes] | None = None
+        self._table: dict[int, bytes] | None = None
         self._strip = False
         self._kind = self._read_decoder()
 
@@ -166,14 +181,18 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         check_text(text)
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with _errors_as(Error, "tokenizer"):
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return self._with_bos(list(ids)) if add_special_tokens else list(ids)
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
         """The same for many valid texts, on all cores."""
-        rows = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        with _errors_as(Error, "tokenizer"):
+            rows = self._backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
         if not add_special_tokens:
             return [list(row.ids) for row in rows]
         return [self._with_bos(list(row.ids)) for row in rows]
@@ -205,10 +224,7 @@ class Tokenizer:
             return self._backend.decode(ids, skip_special_tokens=skip)
         table = self._bytes()
         skipped = self._special_ids if skip else frozenset()
-        count = len(table)
-        joined = b"".join(
-            table[index] for index in ids if index not in skipped and 0 <= index < count
-        )
+        joined = b"".join(table.get(index, b"") for index in ids if index not in skipped)
         return joined.decode("utf-8", "replace")
 
     def decoder(self, *, skip_special_tokens: bool = True) -> Decoder:
@@ -221,16 +237,14 @@ class Tokenizer:
         skip = self._special_ids if skip_special_tokens else frozenset()
         return _ByteDecoder(self._bytes(), skip)
 
-    def _bytes(self) -> list[bytes]:
-        """The bytes of each token."""
+    def _bytes(self) -> dict[int, bytes]:
+        """The bytes of each token. Ids may have gaps, also large ones."""
         if self._table is not None:
             return self._table
         entries = self._backend.get_vocab(with_added_tokens=True)
         added = self._backend.get_added_tokens_decoder()
-        table = [b""] * (max(entries.values(), default=-1) + 1)
         convert = _byte_level_bytes if self._kind == "byte" else _piece_bytes
-        for token, index in entries.items():
-            table[index] = convert(token)
+        table = {index: convert(token) for token, index in entries.items()}
         if self._kind == "byte":
             for index, special in added.items():
                 # Not written in the byte alphabet, unless every character happens to be of it: the
@@ -283,7 +297,8 @@ class Tokenizer:
         found = vocab.from_gguf(metadata)
         names = {f"{name}_token": found.tokens[index] for name, index in found.special_ids.items()}
         templates = {} if found.chat_template is None else {"default": found.chat_template}
-        for name in metadata.get("tokenizer.chat_templates", ()):
+        named = metadata.get("tokenizer.chat_templates")
+        for name in named if isinstance(named, list) else ():
             templates[str(name)] = str(metadata.get(f"tokenizer.chat_template.{name}", ""))
         return cls(found.tokenizer, special_tokens=names, templates=templates)
 
@@ -296,15 +311,14 @@ class Tokenizer:
             raise CheckpointError(
                 f"{path}: there is no tokenizer.json (give tokenizer=, or token ids)"
             )
-        try:
+        with _errors_as(CheckpointError, str(file)):
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception
-            raise CheckpointError(f"{file}: {error}") from error
         # What the file says about padding and cutting is for training batches.
         backend.no_padding()
         backend.no_truncation()
         config = _read_json(path / "tokenizer_config.json")
-        special = {name: _content(config.get(name)) for name in _SPECIAL_NAMES}
+        with _errors_as(CheckpointError, str(path / "tokenizer_config.json")):
+            special = {name: _content(config.get(name)) for name in _SPECIAL_NAMES}
         return cls(
             backend,
             special_tokens={name: token for name, token in special.items() if token is not None},
@@ -346,10 +360,8 @@ def _piece_bytes(token: str) -> bytes:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
+    with _errors_as(CheckpointError, str(path)):
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return content
@@ -359,7 +371,10 @@ def _content(token: Any) -> str | None:
     """A special token is its text, or an object that holds it."""
     if isinstance(token, Mapping):
         token = token.get("content")
-    return token if isinstance(token, str) else None
+    if not isinstance(token, str):
+        return None
+    check_text(token)
+    return token
 
 
 def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -377,10 +392,15 @@ def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
         found["default"] = legacy
     file = path / "chat_template.jinja"
     if file.is_file():
-        found["default"] = file.read_text(encoding="utf-8")
+        found["default"] = _read_template(file)
     for extra in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        found[extra.stem] = extra.read_text(encoding="utf-8")
+        found[extra.stem] = _read_template(extra)
     return found
+
+
+def _read_template(file: Path) -> str:
+    with _errors_as(CheckpointError, str(file)):
+        return file.read_text(encoding="utf-8")
 
 
 def _bos_flag(
@@ -420,7 +440,8 @@ class _Foreign(Tokenizer):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         check_text(text)
         options = {"add_special_tokens": add_special_tokens} if self._encode_takes else {}
-        return [int(index) for index in self._own.encode(text, **options)]
+        with _errors_as(Error, f"{type(self._own).__name__}.encode"):
+            return [int(index) for index in self._own.encode(text, **options)]
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True

@@ -161,7 +161,7 @@ def _byte_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer
             stacklevel=2,
         )
         name = "default"
-    pre = PRE_TOKENIZERS.get(name)
+    pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise UnsupportedError(f"tokenizer.ggml.pre {name!r} is not known; known: {known}")
@@ -194,6 +194,9 @@ def _sentencepiece(
     scores = _list_key(metadata, "scores", len(tokens))
     if scores is None:
         raise CheckpointError("tokenizer.ggml.scores is missing: a SentencePiece model has them")
+    for index, score in enumerate(scores):
+        if not isinstance(score, (int, float)):
+            raise CheckpointError(f"tokenizer.ggml.scores[{index}] is {score!r:.100}, no number")
     vocab = {token: index for index, token in enumerate(tokens)}
     unknown = _integer_key(metadata, "unknown_token_id", len(tokens))
     if unknown is None:
@@ -226,11 +229,18 @@ def _merges(
     mergeable = {
         token for token, kind in zip(tokens, types, strict=True) if kind in (NORMAL, UNUSED)
     }
+    # Only where both halves have a length that some piece has: a piece of megabytes ends soon too.
+    lengths = {len(token) for token in mergeable if token}
+    ordered = sorted(lengths)
     found: list[tuple[float, int, int, str, str]] = []
     for index, piece in enumerate(tokens):
         if piece not in mergeable or len(piece) < 2:
             continue
-        for at in range(1, len(piece)):
+        for at in ordered:
+            if at >= len(piece):
+                break
+            if len(piece) - at not in lengths:
+                continue
             left, right = piece[:at], piece[at:]
             if left in mergeable and right in mergeable:
                 # Ties within a piece: shorter ids first, as the pieces were learnt.
