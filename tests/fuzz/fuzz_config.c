@@ -2,22 +2,11 @@
  * builds on: sizes that multiply without overflow, layers that point at ropes, frequencies that are
  * finite. */
 #include <math.h>
-#include <stdbool.h>
-#include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "fuzz.h"
 #include "model/config.h"
 #include "model/rope.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-static void expect(bool holds)
-{
-    if (!holds) {
-        abort();
-    }
-}
 
 static void check_sizes(const struct qkv_model_config *config)
 {

@@ -1,26 +1,15 @@
 /* Bytes as a GGUF file. Of a file that is accepted every tensor and every value lies inside it, and
  * every key is found again. */
-#include <stdbool.h>
-#include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "fuzz.h"
 #include "io/gguf.h"
 #include "io/name_list.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 struct bounds {
     const uint8_t *begin;
     const uint8_t *end;
 };
-
-static void expect(bool holds)
-{
-    if (!holds) {
-        abort();
-    }
-}
 
 static void expect_inside(const struct bounds *file, const uint8_t *p, uint64_t n)
 {

@@ -1,21 +1,10 @@
 /* Bytes as a JSON text. A document that is accepted must hang together: every walk ends where the
  * nodes say, every key is found again, every string is UTF-8 with a zero byte after it. */
-#include <stdbool.h>
-#include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "fuzz.h"
 #include "io/json.h"
 #include "io/name_list.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-static void expect(bool holds)
-{
-    if (!holds) {
-        abort();
-    }
-}
 
 static void check_string(const struct qkv_json_node *node)
 {

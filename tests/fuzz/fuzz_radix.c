@@ -1,12 +1,9 @@
 /* Bytes as operations on a prefix tree and the pool its pages come from; every invariant is checked
  * after each. The first byte sizes the pool; then two bytes are an operation on one of the readers,
  * each of which holds a locked path as a sequence does. */
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "fuzz.h"
 #include "kv/kv_formats.h"
 #include "kv/page_pool.h"
 #include "kv/radix.h"
@@ -24,15 +21,6 @@ struct world {
     struct qkv_radix *tree;
     struct reader readers[N_READERS];
 };
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-static void expect(bool holds)
-{
-    if (!holds) {
-        abort();
-    }
-}
 
 static int32_t take_page(struct world *world)
 {

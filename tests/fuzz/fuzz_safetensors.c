@@ -1,21 +1,10 @@
 /* Bytes as a safetensors file. Of a file that is accepted every tensor lies inside it, has the
  * bytes its shape asks for, and they cover the data without a gap. */
-#include <stdbool.h>
-#include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "fuzz.h"
 #include "io/name_list.h"
 #include "io/safetensors.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-static void expect(bool holds)
-{
-    if (!holds) {
-        abort();
-    }
-}
 
 static void check_tensor(const struct qkv_tensor *t)
 {

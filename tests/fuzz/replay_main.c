@@ -6,13 +6,11 @@
  *
  * Mutations are blind (no coverage feedback): bytes flipped, replaced by telling values, runs
  * removed, doubled, or taken from another file. */
-#include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+#include "fuzz.h"
 
 enum { INPUT_MAX = 1 << 20 };
 
