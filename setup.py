@@ -13,7 +13,7 @@ import glob
 import os
 import platform
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from sysconfig import get_path
 from typing import Any
 
@@ -108,7 +108,8 @@ def parallel_commands() -> dict[str, Any]:
 
     class Ext(build_ext):
         def build_extension(self, ext: Any) -> None:
-            whole, single, jobs = self.compiler.compile, self.compiler._compile, []
+            whole, single = self.compiler.compile, self.compiler._compile
+            jobs: list[Future[Any]] = []
 
             def compile_all(*args: Any, **options: Any) -> Any:
                 objects = whole(*args, **options)

@@ -61,7 +61,9 @@ TIMES = ("queue_time", "time_to_first_token", "total_time", "cached_tokens", "re
 
 def difference(a: _core.Result, b: _core.Result) -> str:
     """The first field in which two results differ, and how; empty if they are the same bits."""
-    for name, x, y in zip(a._fields, a, b, strict=True):
+    for name in a._fields:
+        x: Any = getattr(a, name)
+        y: Any = getattr(b, name)
         if name in TIMES:
             continue
         if not isinstance(x, np.ndarray):
@@ -70,8 +72,8 @@ def difference(a: _core.Result, b: _core.Result) -> str:
             continue
         if x.shape != y.shape or x.dtype != y.dtype:
             return f"{name}: {x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}"
-        unequal = np.flatnonzero(x.reshape(-1).view(np.uint8) != y.reshape(-1).view(np.uint8))
-        unequal //= x.dtype.itemsize
+        bits = f"u{x.itemsize}"
+        unequal = np.flatnonzero(x.reshape(-1).view(bits) != y.reshape(-1).view(bits))
         if unequal.size:
             at = int(unequal[0])
             return (

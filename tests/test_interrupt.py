@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import qkv
 from core_runs import open_engine
@@ -73,7 +74,7 @@ def test_finished_rows_are_kept(tiny: Callable[..., Path]) -> None:
 def test_a_dropped_stream_stops(tiny: Callable[..., Path]) -> None:
     with qkv.Engine(tiny("llama"), threads=1, kv_tokens=4096, max_running=4) as engine:
 
-        def endless() -> object:
+        def endless() -> Iterator[list[int]]:
             i = 0
             while True:
                 yield [1, 2, i % 400]
@@ -121,7 +122,7 @@ def test_two_engines_in_one_process(tiny: Callable[..., Path]) -> None:
         qkv.Engine(tiny("qwen3"), threads=2, kv_tokens=512) as two,
     ):
         expected = one.generate([[1, 2, 3]], PARAMS, progress=False)[0].token_ids
-        results: dict[str, object] = {}
+        results: dict[str, NDArray[np.int32]] = {}
 
         def work(name: str, engine: qkv.Engine) -> None:
             for _ in range(20):
@@ -159,6 +160,61 @@ def test_a_second_thread_in_one_engine_is_an_error(tiny: Callable[..., Path]) ->
             assert not thread.is_alive()
         assert expected in outcomes
         assert all(o == expected or isinstance(o, qkv.Error) for o in outcomes)
+
+
+def in_a_hook(engine: qkv.Engine, act: Callable[[], object]) -> list[qkv.RequestOutput]:
+    """Calls `act` while another thread is in the middle of a batch; the batch's outputs."""
+    inside, go_on = threading.Event(), threading.Event()
+    outputs: list[qkv.RequestOutput] = []
+
+    def wait(output: qkv.RequestOutput) -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    def work() -> None:
+        rows = [[1, 2, 3 + i] for i in range(40)]
+        outputs.extend(engine.generate(rows, PARAMS, on_finish=wait, progress=False))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert inside.wait(30)
+        act()
+    finally:
+        go_on.set()
+        thread.join(timeout=60)
+    return outputs
+
+
+def test_close_while_another_thread_computes(tiny: Callable[..., Path]) -> None:
+    """It is refused, and the other thread's batch does not suffer."""
+    with qkv.Engine(tiny("llama"), threads=1, kv_tokens=2048, max_running=4) as engine:
+
+        def close() -> None:
+            with pytest.raises(qkv.Error, match="another thread"):
+                engine.close()
+
+        outputs = in_a_hook(engine, close)
+        assert [len(output.token_ids) for output in outputs] == [8] * 40
+
+
+def test_a_stream_dropped_by_another_thread(tiny: Callable[..., Path]) -> None:
+    """A generator may be collected anywhere: its sequences leave at the next step."""
+    with qkv.Engine(tiny("llama"), threads=1, kv_tokens=8192, max_running=4) as engine:
+        stream = engine.stream([[5, 6, 7 + i] for i in range(20)], LONG)
+        first = engine.stream([[5, 6, 7]], PARAMS)
+        assert next(first).error is None
+        next(stream)
+
+        def drop() -> None:
+            nonlocal stream
+            del stream
+            gc.collect()
+
+        outputs = in_a_hook(engine, drop)
+        assert [len(output.token_ids) for output in outputs] == [8] * 40
+        counts = engine._core.counts()
+        assert (counts["n_waiting"], counts["n_running"]) == (0, 0)
 
 
 FORK = """

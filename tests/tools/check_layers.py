@@ -103,7 +103,7 @@ def breaches() -> Iterator[str]:
     for path in sorted(isa_reachable()):
         for match in DEFINITION.finditer(path.read_text()):
             line = match.group(0).splitlines()[0]
-            name = path.relative_to(ROOT)
+            name = path.relative_to(ROOT).as_posix()
             yield f"{name}: `{line}` is not static; the AVX-512 copy could be linked for all"
 
 
