@@ -224,6 +224,12 @@ GREEDY = qkv.SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
         ([1, "two", 3], ["two"]),
         (None, ["None"]),
         (3.5, ["3.5|float"]),
+        ([[1, 2], [3]], [r"\[1, 2\] at position 0"]),
+        (np.array([1.5, 2.0]), ["float64"]),
+        ({"prompt": "a", "params": {"temperature": 10**400}}, ["temperature", "finite"]),
+        ({"prompt": "a", "params": {"logit_bias": {"3": 10**400}}}, ["logit_bias", "finite"]),
+        ({"messages": "text"}, ["messages", "list"]),
+        ({"prompt_token_ids": "text"}, ["prompt_token_ids", "list"]),
     ],
     ids=[
         "empty",
@@ -236,6 +242,12 @@ GREEDY = qkv.SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
         "str",
         "None",
         "float",
+        "nested",
+        "float-array",
+        "huge-temperature",
+        "huge-bias",
+        "messages",
+        "ids-text",
     ],
 )
 def test_a_bad_prompt_spoils_its_own_row(engine: qkv.Engine, prompt: Any, words: list[str]) -> None:
@@ -302,6 +314,113 @@ def test_parameters_that_only_the_model_refutes(engine: qkv.Engine) -> None:
         assert "99999" in str(outputs[1].error), values
 
 
+def test_every_token_forbidden(engine: qkv.Engine) -> None:
+    """No token is left to choose: the row's error. One left: that one."""
+    vocab, eos = 512, sorted(engine.info["config"]["eos_ids"])
+    ban = {token: -np.inf for token in range(vocab)}
+    all_but_eos = {token: -np.inf for token in ban if token not in eos}
+    all_but_nine = {token: -np.inf for token in ban if token != 9}
+    forbidden = [
+        GREEDY.with_(logit_bias=ban),
+        GREEDY.with_(bad_words=[[token] for token in range(vocab)], temperature=1.0),
+        GREEDY.with_(logit_bias=all_but_eos, min_tokens=1, ignore_eos=False),
+        GREEDY.with_(logit_bias=all_but_nine, bad_words=[[9]]),
+    ]
+    for output in engine.generate([[1, 2, 3]] * 4, forbidden, progress=False):
+        assert re.search("forbid all 512 tokens", str(output.error)), output
+    output = engine.generate([1, 2, 3], GREEDY.with_(logit_bias=all_but_nine), progress=False)[0]
+    assert output.token_ids.tolist() == [9] * 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continuation", "words"),
+    [
+        ([1.7, 2], [3, 4], "1.7 at position 0"),
+        ([1, 2], [3.9, 4], "3.9 at position 0"),
+        (["1", "2"], [3], "'1' at position 0"),
+        ([True, 2], [3], "True at position 0"),
+        (b"ab", [3], "bytes"),
+        ([1, 2], b"cd", "bytes"),
+        (np.ones((2, 2), int), [3], r"\(2, 2\)"),
+        (7, [3], "int"),
+        ([1, 2], None, "NoneType"),
+        ("a", "\ud800", r"U\+D800"),
+        ({"text": "a"}, "b", "none of prompt"),
+    ],
+    ids=str,
+)
+def test_scored_tokens_are_checked_like_prompts(
+    engine: qkv.Engine, prompt: Any, continuation: Any, words: str
+) -> None:
+    scores = engine.score([[1, 2], prompt], [[3, 4], continuation], progress=False)
+    assert scores[0].error is None and len(scores[0].token_ids) == 2
+    assert re.search(words, str(scores[1].error)), scores[1].error
+
+
+def test_scored_rows_may_be_mappings(engine: qkv.Engine) -> None:
+    plain = engine.score(["The fox"], [" jumps"], progress=False)[0]
+    mapped = engine.score([{"prompt": "The fox"}], [" jumps"], progress=False)[0]
+    assert plain.error is None and plain.total == mapped.total
+    with pytest.raises(TypeError, match="continuations=5"):
+        engine.score(["a"], 5, progress=False)
+
+
+class Choosy:
+    """A tokenizer that cannot read some texts nor write some tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        if self.refused in ids:
+            raise RuntimeError(f"no text for {self.refused}")
+        return " ".join(str(index) for index in ids)
+
+    refused = -1
+
+
+def test_a_tokenizer_that_fails_spoils_the_row(tiny: Callable[..., Path]) -> None:
+    own = Choosy()
+    with qkv.Engine(tiny("llama"), threads=1, kv_tokens=512, tokenizer=own) as engine:
+        rows = ["1 2 3", "one", "4 5", [7, 8]]
+        outputs = engine.generate(rows, GREEDY, progress=False)
+        assert [output.error is None for output in outputs] == [True, False, True, True]
+        assert "Choosy.encode" in str(outputs[1].error) and "'one'" in str(outputs[1].error)
+        own.refused = int(outputs[2].token_ids[2])
+        assert own.refused not in outputs[0].token_ids
+        for params in (GREEDY, GREEDY.with_(stop="no such text")):
+            again = engine.generate(rows, params, progress=False)
+            assert again[0].text == outputs[0].text and again[0].error is None
+            assert f"no text for {own.refused}" in str(again[2].error)
+        assert engine.generate([[7, 8]], GREEDY, progress=False)[0].error is None
+
+
+def test_no_tokenizer_for_a_stop_string(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("llama"), folder)
+    (folder / "tokenizer.json").unlink()
+    with qkv.Engine(folder, threads=1, kv_tokens=512) as engine:
+        params = [GREEDY, GREEDY.with_(stop="x"), GREEDY.with_(bad_words=["x"])]
+        outputs = engine.generate([[1, 2, 3]] * 3, params, progress=False)
+        assert outputs[0].error is None and len(outputs[0].token_ids) == 5
+        for output in outputs[1:]:
+            assert "tokenizer.json" in str(output.error)
+
+
+def test_the_model_is_deleted_under_the_engine(
+    tiny: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("llama"), folder)
+    with qkv.Engine(folder, threads=1, kv_tokens=512) as engine:
+        (folder / "model.safetensors").write_bytes(b"")
+        shutil.rmtree(folder)
+        outputs = engine.generate([[1, 2, 3]] * 2, GREEDY, progress=False)
+        assert [len(output.token_ids) for output in outputs] == [5, 5]
+    # Not in silence: the tokenizer is read when first needed.
+    assert [str(folder) in record.getMessage() for record in caplog.records] == [True]
+
+
 def test_wrong_numbers_of_things(engine: qkv.Engine) -> None:
     with pytest.raises(ValueError, match="2.*3|3.*2"):
         engine.generate([[1], [2], [3]], [GREEDY, GREEDY], progress=False)
@@ -319,6 +438,7 @@ def test_wrong_numbers_of_things(engine: qkv.Engine) -> None:
         ({"device": "tpu"}, "device.*tpu"),
         ({"threads": 0}, "threads"),
         ({"threads": -3}, "threads.*-3"),
+        ({"threads": 1025}, "threads=1025.*1024"),
         ({"chunk_tokens": 0}, "chunk_tokens"),
         ({"max_running": 0}, "max_running"),
         ({"kv_tokens": 0}, "kv_tokens"),

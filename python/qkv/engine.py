@@ -3,8 +3,9 @@
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -99,7 +100,7 @@ class Engine:
         if max_model_len is not None:
             options.integer("max_model_len", max_model_len, 1)
         if threads is not None:
-            options.integer("threads", threads, 1, 4096)
+            options.integer("threads", threads, 1, 1024)
         own = None if tokenizer is None else from_user(tokenizer)
 
         self._path = models.resolve(model)
@@ -117,6 +118,7 @@ class Engine:
         finally:
             checkpoint.close()
         self._vocab = int(config["vocab"])
+        self._eos_ids = frozenset(int(token) for token in config["eos_ids"])
         n_layers, n_kv_heads = int(config["n_layers"]), int(config["n_kv_heads"])
         taken, key = kv_scales.declared(self._folder) if self._container != "gguf" else ("", "")
         self._lanes = options.lanes(
@@ -152,6 +154,7 @@ class Engine:
         )
         self._lock = threading.RLock()
         self._seqs: dict[int, run.Seq] = {}
+        self._abandoned: deque[int] = deque()  # a generator may be collected in any thread
         self._n_groups = 0
         self.interrupted: list[RequestOutput] = []
         self._core = _core.Engine(
@@ -183,7 +186,7 @@ class Engine:
                 raise self._tokenizer_error
             try:
                 self._tokenizer = load_tokenizer(self._path)
-            except Error as error:
+            except (Error, OSError) as error:
                 self._tokenizer_error = error
                 raise
         return self._tokenizer
@@ -191,9 +194,12 @@ class Engine:
     @property
     def _text_tokenizer(self) -> Tokenizer | None:
         """None where the model has no tokenizer: outputs then have token ids and no text."""
+        known = self._tokenizer_error is not None
         try:
             return self.tokenizer
-        except Error:
+        except (Error, OSError) as error:
+            if not known:
+                _log.warning("outputs have no text: %s", error)
             return None
 
     @property
@@ -312,6 +318,10 @@ class Engine:
         if continuations is not None:
             if isinstance(continuations, str) or run._is_ids(continuations):
                 continuations = [continuations]
+            if not isinstance(continuations, Iterable) or isinstance(continuations, bytes):
+                raise TypeError(
+                    f"continuations={continuations!r:.100}: text, token ids, or a list of these"
+                )
             pairs = list(rows)
             others = list(continuations)
             if len(pairs) != len(others):
@@ -331,8 +341,9 @@ class Engine:
 
     def close(self) -> None:
         """Gives the memory back. The engine cannot be used afterwards."""
-        self._seqs.clear()
-        self._core.close()
+        with self._exclusive():
+            self._core.close()
+            self._seqs.clear()
 
     def __enter__(self) -> "Engine":
         return self
@@ -360,6 +371,8 @@ class Engine:
 
     def _pair_item(self, item: Item, pair: tuple[Any, Any]) -> None:
         prompt, continuation = pair
+        if isinstance(prompt, Mapping):
+            prompt = run._unwrap(item, prompt)
         if isinstance(prompt, str) and isinstance(continuation, str):
             kept = prompt.rstrip()
             continuation = prompt[len(kept) :] + continuation
@@ -380,7 +393,9 @@ class Engine:
     def _plain_ids(self, given: Any, special: bool) -> list[int]:
         if isinstance(given, str):
             return self.tokenizer.encode(given, add_special_tokens=special)
-        return [int(index) for index in given]
+        if not isinstance(given, (list, tuple, np.ndarray)):
+            raise TypeError(f"a prompt is text or token ids, not {type(given).__name__}")
+        return run.token_array(given, self._vocab).tolist() if len(given) else []
 
     def _start(
         self,
@@ -433,9 +448,22 @@ class Engine:
         finally:
             self._lock.release()
 
+    def _abort(self, number: int) -> None:
+        """Forgets a sequence; before the next step if another thread has the engine."""
+        if not self._lock.acquire(blocking=False):
+            self._abandoned.append(number)
+            return
+        try:
+            self._core.abort(number)
+        finally:
+            self._lock.release()
+
     def _pump(self) -> int:
         """One step. What it finished goes to the runs that own the sequences. Returns the tokens
         computed."""
+        while self._abandoned:
+            with suppress(ValueError):  # not there: it finished in the step
+                self._core.abort(self._abandoned.pop())
         step = self._core.step()
         ended = list(step.finished)
         gone = set(ended)
@@ -448,9 +476,11 @@ class Engine:
                 ended.append(number)
         for number in ended:
             seq = self._seqs.pop(number, None)
-            result = self._core.take(number)
             if seq is not None:
-                seq.row.run.finish(number, seq, result)
+                seq.row.run.finish(number, seq, self._core.take(number))
+                continue
+            with suppress(ValueError):  # not there: its run was dropped meanwhile
+                self._core.take(number)
         if step.n_rows == 0 and not ended:
             raise Error(f"nothing to compute while {len(self._seqs)} sequences are open")
         return step.n_rows

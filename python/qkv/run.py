@@ -1,9 +1,11 @@
 """One run over many prompts: rows in, outputs out, a bounded number of them under way."""
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from itertools import count, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +50,7 @@ class StopWatch:
         self._text = ""
         self.count = 0  # tokens seen
         self.hit: str | None = None
+        self.error: str | None = None
 
     @property
     def text(self) -> str:
@@ -55,9 +58,13 @@ class StopWatch:
         return self._text
 
     def push(self, token: int) -> bool:
-        """True if a stop string is complete now."""
+        """True if a stop string is complete now, or if the tokenizer cannot say."""
         self.count += 1
-        piece = self._decoder.push(token)
+        try:
+            piece = self._decoder.push(token)
+        except Error as error:
+            self.error = str(error)
+            return True
         start = max(len(self._text) - self._reach, self._from, 0)
         self._text += piece
         if self.count <= self._min_tokens:
@@ -94,6 +101,14 @@ class Seq:
     watch: StopWatch | None
 
 
+def _described(error: BaseException) -> str:
+    """Its type and text, also where the text cannot be had."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 def derive_seed(engine_seed: int, ids: NDArray[np.int32], key: Key) -> int:
     """64 bits from what the row is, never from where it stands."""
     digest = hashlib.blake2b(digest_size=8)
@@ -105,11 +120,16 @@ def derive_seed(engine_seed: int, ids: NDArray[np.int32], key: Key) -> int:
 
 def token_array(given: Any, vocab: int) -> NDArray[np.int32]:
     """Token ids checked against the vocabulary; ValueError names the first that is not of it."""
-    array = np.asarray(given)
+    try:
+        array = np.asarray(given)
+    except ValueError:  # lists of several lengths
+        array = np.empty(len(given), object)
     if array.size == 0:
         raise ValueError("the prompt is empty")
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        if isinstance(given, (list, tuple)):
+    listed = isinstance(given, (list, tuple))
+    sound = array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
+    if not sound or (listed and bool in set(map(type, given))):  # NumPy takes True for 1
+        if listed:
             for place, entry in enumerate(given):
                 in_range = isinstance(entry, (int, np.integer)) and 0 <= entry < vocab
                 if not in_range or isinstance(entry, bool):
@@ -180,7 +200,7 @@ class Run:
             scores = self._on_finish(output)
             output.scores = {} if scores is None else dict(scores)
         except Exception as error:  # the caller's code: it marks its row and nothing else
-            output.scores = {"error": f"{type(error).__name__}: {error}"}
+            output.scores = {"error": _described(error)}
 
     def _fill(self) -> None:
         room = self._window - len(self._rows)
@@ -224,20 +244,33 @@ class Run:
                     except ValueError as error:
                         item.error = str(error)
             if rows:
-                texts = [text for _, text in rows]
-                tokenizer = self._engine.tokenizer
-                encoded = tokenizer.encode_batch(texts, add_special_tokens=special)
-                for (item, _), ids in zip(rows, encoded, strict=True):
-                    item.ids = np.asarray(ids, np.int32)
+                self._encode_texts(rows, special)
+
+    def _encode_texts(self, rows: Sequence[tuple[Item, str]], special: bool) -> None:
+        tokenizer = self._engine.tokenizer
+        texts = [text for _, text in rows]
+        try:
+            encoded = tokenizer.encode_batch(texts, add_special_tokens=special)
+        except Error:  # of some text: alone each of them has its own error
+            for item, text in rows:
+                try:
+                    item.ids = np.asarray(tokenizer.encode(text, add_special_tokens=special))
+                except Error as error:
+                    item.error = str(error)
+            return
+        for (item, _), ids in zip(rows, encoded, strict=True):
+            item.ids = np.asarray(ids)
 
     def _start(self, item: Item) -> None:
         try:
             item.ids = token_array(item.ids, self._engine._vocab)
             options = self._options(item, item.ids)
-        except ValueError as error:
+            watches = self._watches(item.params)
+        except (ValueError, Error) as error:
             item.error = str(error)
             return
         row = Row(self, item, len(self._engine._lanes))
+        self._rows.add(row)  # first, so that whatever interrupts this drops it
         core, params = self._engine._core, item.params
         n_lanes = len(self._engine._lanes)
         if item.compare and n_lanes > 1 and options["logprob_start"] > 0:
@@ -252,17 +285,18 @@ class Run:
                     item.error = str(error)
                     self._drop(row)
                     return
-                watch = None
-                if params.stop:
-                    decoder = self._engine.tokenizer.decoder(
-                        skip_special_tokens=params.skip_special_tokens
-                    )
-                    watch = StopWatch(params, decoder)
-                seq = Seq(row, lane, sample, watch)
+                seq = Seq(row, lane, sample, next(watches))
                 row.open[number] = seq
                 self._engine._seqs[number] = seq
             options["logprob_start"] = self._logprob_start(item, row.ids)
-        self._rows.add(row)
+
+    def _watches(self, params: SamplingParams) -> Iterator[StopWatch | None]:
+        """One for each sequence."""
+        if not params.stop:
+            return repeat(None)
+        tokenizer = self._engine.tokenizer
+        skip = params.skip_special_tokens
+        return (StopWatch(params, tokenizer.decoder(skip_special_tokens=skip)) for _ in count())
 
     def _logprob_start(self, item: Item, ids: NDArray[np.int32]) -> int:
         if item.params.prompt_logprobs is None or len(ids) <= item.logprob_start:
@@ -299,7 +333,24 @@ class Run:
             options["bias"] = np.asarray(list(params.logit_bias.values()), np.float32)
         if params.bad_words:
             options["bad_words"] = self._bad_words(params)
+        self._check_choice(params, options.get("bad_words", ()))
         return options
+
+    def _check_choice(self, params: SamplingParams, words: Sequence[NDArray[np.int32]]) -> None:
+        """ValueError if logit_bias and bad_words forbid every token."""
+        vocab = self._engine._vocab
+        bias = params.logit_bias or {}
+        if len(bias) + len(words) < vocab - len(self._engine._eos_ids):
+            return
+        banned = {token for token, amount in bias.items() if amount == -math.inf}
+        banned |= {int(word[0]) for word in words if len(word) == 1}
+        if params.min_tokens > 0:
+            banned |= self._engine._eos_ids
+        if params.max_tokens > 0 and len(banned) >= vocab:
+            raise ValueError(
+                f"logit_bias, bad_words and min_tokens={params.min_tokens} forbid all {vocab} "
+                "tokens"
+            )
 
     def _bad_words(self, params: SamplingParams) -> list[NDArray[np.int32]]:
         """A word is meant at the start of a text and after a space, which are different tokens."""
@@ -318,7 +369,7 @@ class Run:
         for number in row.open:
             # Not there any more if the engine was closed meanwhile.
             if self._engine._seqs.pop(number, None) is not None:
-                self._engine._core.abort(number)
+                self._engine._abort(number)
         row.open.clear()
         self._rows.discard(row)
 
@@ -331,7 +382,10 @@ class Run:
         row = seq.row
         del row.open[number]
         row.results[seq.lane][seq.sample] = result
-        row.completions[seq.lane][seq.sample] = self._completion(row, seq, result)
+        try:
+            row.completions[seq.lane][seq.sample] = self._completion(row, seq, result)
+        except Error as error:  # the tokenizer's; the other rows are not touched
+            row.item.error = str(error)
         if not row.open:
             self._rows.discard(row)
             self._done.append(self._output(row))
@@ -340,6 +394,8 @@ class Run:
         stopped = result.finish_reason == "stop" and result.stop_token >= 0
         stop_reason: str | int | None = result.stop_token if stopped else None
         reason: str = result.finish_reason
+        if seq.watch is not None and seq.watch.error is not None:
+            raise Error(seq.watch.error)
         if seq.watch is not None and seq.watch.hit is not None:
             text, stop_reason, reason = seq.watch.text, seq.watch.hit, "stop"
         else:
@@ -373,9 +429,11 @@ class Run:
         comparison = None
         if row.item.compare and first.comparison != "none" and lane > 0:
             comparison = Comparison(first.kl, first.kl_reverse, first.top1)
-        broken = first.comparison == "broken"
+        error = row.item.error
+        if first.comparison == "broken":
+            error = "the comparison of the lanes was broken off"
         return RequestOutput(
-            error="the comparison of the lanes was broken off" if broken else None,
+            error=error,
             comparison=comparison,
             index=row.item.index,
             key=row.item.key,
@@ -491,6 +549,10 @@ def _unwrap(item: Item, row: Mapping[str, Any]) -> Any:
             raise TypeError(f"params={params!r:.100}: SamplingParams or a mapping")
         item.params = params
     for name in ("prompt", "prompt_token_ids", "messages"):
-        if row.get(name) is not None:
-            return row[name]
+        given = row.get(name)
+        if given is None:
+            continue
+        if name != "prompt" and isinstance(given, (str, bytes, Mapping)):
+            raise TypeError(f"{name}={given!r:.100}: a list is needed")
+        return given
     raise ValueError("the row has none of prompt, prompt_token_ids, messages")

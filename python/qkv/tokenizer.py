@@ -221,7 +221,8 @@ class Tokenizer:
 
     def _decode_all(self, ids: list[int], skip: bool) -> str:
         if self._kind == "other":
-            return self._backend.decode(ids, skip_special_tokens=skip)
+            with _errors_as(Error, "tokenizer"):
+                return self._backend.decode(ids, skip_special_tokens=skip)
         table = self._bytes()
         skipped = self._special_ids if skip else frozenset()
         joined = b"".join(table.get(index, b"") for index in ids if index not in skipped)
@@ -231,9 +232,7 @@ class Tokenizer:
         """For output tokens one by one: never half a character; all pieces and the flush joined
         are decode_output() of the same ids."""
         if self._kind == "other":
-            return _TextDecoder(
-                lambda ids: self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-            )
+            return _TextDecoder(lambda ids: self._decode_all(ids, skip_special_tokens))
         skip = self._special_ids if skip_special_tokens else frozenset()
         return _ByteDecoder(self._bytes(), skip)
 
@@ -452,7 +451,8 @@ class _Foreign(Tokenizer):
         self, ids: Sequence[int] | NDArray[np.integer[Any]], *, skip_special_tokens: bool = True
     ) -> str:
         options = {"skip_special_tokens": skip_special_tokens} if self._decode_takes else {}
-        return str(self._own.decode([int(index) for index in ids], **options))
+        with _errors_as(Error, f"{type(self._own).__name__}.decode"):
+            return str(self._own.decode([int(index) for index in ids], **options))
 
     decode_output = decode
 
