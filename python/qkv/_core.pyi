@@ -33,7 +33,7 @@ class Checkpoint:
     def model_config(self) -> dict[str, Any]:
         """The validated numbers of csrc/model/config.h; raises as loading would."""
     def kv_scales(self) -> list[tuple[int, str, str, NDArray[np.float32]]]:
-        """(layer, kind, tensor, values [1] or [n_kv_heads]) of every KV-cache scale in the files, by
+        """(layer, kind, tensor, values [1] or [n_kv_heads]) of each KV-cache scale in the files, by
         layer. kind: "k" and "v" are what an engine can apply (a kv_scale stands there as both);
         "q", "prob", "k_zero_point", "v_zero_point", "q_zero_point", "k_bias", "v_bias" are only
         listed, as is "unset" (-1: SGLang's way to say that there is none). Empty if there are
