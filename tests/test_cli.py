@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,13 +167,119 @@ def test_errors_are_one_line(
     assert words in captured.err
 
 
-def test_broken_jsonl_names_the_line(
+def test_broken_jsonl_is_the_error_of_its_line(
     tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    """The rows around it are answered; a mark of the byte order and CRLF are no part of a row."""
+    lines = ['{"prompt": "a"}', '{"prompt": ', "[" * 100_000, '{"prompt": "b"}']
+    (tmp_path / "in.jsonl").write_bytes("\r\n".join(lines).encode("utf-8-sig"))
+    args = ["generate", "--model", str(tiny("llama")), *SMALL, "--json"]
+    assert cli.main([*args, "--input", str(tmp_path / "in.jsonl")]) == 1
+    captured = capsys.readouterr()
+    rows = rows_of(captured.out)
+    assert [row["prompt"] for row in rows] == ["a", None, None, "b"]
+    assert "2 rows have an error" in captured.err
+    for row, number in ((rows[1], 2), (rows[2], 3)):
+        assert f"in.jsonl, line {number}: not valid JSON" in str(row["error"])
+
+
+def test_byte_order_mark_of_text(
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "in.txt").write_bytes("The fox\r\nThe dog\r\n".encode("utf-8-sig"))
+    args = ["generate", "--model", str(tiny("llama")), *SMALL, "--json", "--input"]
+    assert cli.main([*args, str(tmp_path / "in.txt")]) == 0
+    assert [row["prompt"] for row in rows_of(capsys.readouterr().out)] == ["The fox", "The dog"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffThe fox\n"))
+    assert cli.main([*args, "-"]) == 0
+    assert [row["prompt"] for row in rows_of(capsys.readouterr().out)] == ["The fox"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("name", ["out.jsonl", "out.txt", None])
+def test_what_no_encoding_holds_is_escaped(
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str | None,
+    encoding: str,
+) -> None:
+    """Half a surrogate pair is its row's error, and that row is written like the others."""
+    (tmp_path / "in.jsonl").write_text(
+        '{"prompt": "\\ud83d"}\n{"prompt": "\u00e9\U0001f600", "key": "\\udcff"}\n',
+        encoding="utf-8",
+    )
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding=encoding))
     args = ["generate", "--model", str(tiny("llama")), *SMALL]
-    assert cli.main([*args, "--input", str(tmp_path / "in.jsonl")]) == 2
-    assert "in.jsonl, line 2" in capsys.readouterr().err
+    args += ["--json"] if name is None else ["--output", str(tmp_path / name)]
+    assert cli.main([*args, "--input", str(tmp_path / "in.jsonl")]) == 1
+    if name is None:
+        sys.stdout.flush()
+        text = raw.getvalue().decode(encoding)
+    else:
+        text = (tmp_path / name).read_text(encoding="utf-8")
+    if name == "out.txt":
+        assert "\\ud83d\n[error]" in text and "(\\udcff)\n\u00e9\U0001f600\n>>> " in text
+        return
+    rows = sorted(rows_of(text), key=lambda row: int(str(row["index"])))
+    assert [row["prompt"] for row in rows] == ["\ud83d", "\u00e9\U0001f600"]
+    assert rows[1]["key"] == "\udcff"
+    assert "U+D83D" in str(rows[0]["error"]) and "error" not in rows[1]
+
+
+def test_input_and_output_are_one_file(
+    tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Opening the output would empty the input before it is read."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    (tmp_path / "link.jsonl").symlink_to(source)
+    args = ["generate", "--model", str(tiny("llama")), *SMALL, "--input", str(source)]
+    for target in (source, tmp_path / "link.jsonl"):
+        assert cli.main([*args, "--output", str(target)]) == 2
+        assert "the same file as --input" in capsys.readouterr().err
+    assert source.read_text() == '{"prompt": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("stream", "verb", "words"),
+    [
+        ("stdin", ["generate", "--input", "-"], "standard input is closed"),
+        ("stdin", ["chat"], "standard input is closed"),
+        ("stdout", ["generate", "a"], "standard output is closed"),
+        ("stdout", ["chat", "a"], "standard output is closed"),
+    ],
+)
+def test_closed_streams(
+    tiny: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    stream: str,
+    verb: list[str],
+    words: str,
+) -> None:
+    monkeypatch.setattr(f"sys.{stream}", None)
+    assert cli.main([*verb, "--model", str(tiny("llama")), *SMALL]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_message_without_an_answer_does_not_end_the_chat(
+    tiny: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    long = "word " * 3000
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"Hello\n{long}\nHello again\n"))
+    assert cli.main(["chat", "--model", str(tiny("llama")), *SMALL, "--json"]) == 1
+    captured = capsys.readouterr()
+    rows = rows_of(captured.out)
+    assert [list(row) == ["error"] for row in rows] == [False, True, False]
+    assert "max_model_len is 1024" in captured.err
+    assert long not in str(rows[2]["prompt"]) and "Hello again" in str(rows[2]["prompt"])
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat", "inspect", "info", "demo-model"])

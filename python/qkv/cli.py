@@ -1,6 +1,7 @@
 """The command line: one function for each verb."""
 
 import argparse
+import io
 import json
 import os
 import platform
@@ -83,7 +84,7 @@ def _kv_cache_dtype(given: str) -> Any:
     if given.lstrip().startswith(("{", "[")):
         try:
             return json.loads(given)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _Problem(f"--kv-cache-dtype: not valid JSON: {error}") from error
     names = [name.strip() for name in given.split(",")]
     return names if len(names) > 1 else names[0]
@@ -132,23 +133,39 @@ def _sink(path: str | None) -> Iterator[TextIO]:
     if path is None or path == "-":
         yield sys.stdout
         return
-    with open(path, "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
         yield file
+
+
+def _print_json(row: Mapping[str, Any], file: TextIO | None = None) -> None:
+    """One line. Escapes what the file's encoding lacks: also half a surrogate pair, which a prompt
+    that is reported as no valid Unicode may hold."""
+    out = sys.stdout if file is None else file
+    text = json.dumps(row, ensure_ascii=False)
+    try:
+        text.encode(getattr(out, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(row)
+    print(text, file=out, flush=True)
 
 
 def _read_lines(path: str) -> Iterator[str]:
     try:
-        if path == "-":
-            yield from sys.stdin
+        if path != "-":
+            with open(path, encoding="utf-8-sig") as file:
+                yield from file
             return
-        with open(path, encoding="utf-8") as file:
-            yield from file
+        if sys.stdin is None:
+            raise _Problem("--input -: standard input is closed")
+        for number, line in enumerate(sys.stdin):
+            yield line.removeprefix("\ufeff") if number == 0 else line
     except (OSError, UnicodeDecodeError) as error:
         raise _Problem(f"{path}: {error}") from error
 
 
 def _read_rows(path: str) -> Iterator[Any]:
-    """JSONL where the name says so, else a prompt in each line that is not empty."""
+    """JSONL where the name says so, else a prompt in each line that is not empty. A line that is no
+    JSON is a ValueError in its place: that row's error."""
     is_json = path.endswith((".jsonl", ".json"))
     for number, line in enumerate(_read_lines(path), 1):
         line = line.rstrip("\n")
@@ -159,8 +176,8 @@ def _read_rows(path: str) -> Iterator[Any]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
-            raise _Problem(f"{path}, line {number}: not valid JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            row = ValueError(f"{path}, line {number}: not valid JSON: {error}")
         if isinstance(row, dict):
             key = next((row[name] for name in ("key", "id", "custom_id") if name in row), None)
             row = {**row, "key": key}
@@ -176,6 +193,20 @@ def _as_chat(rows: Iterable[Any]) -> Iterator[Any]:
             yield {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}
         else:
             yield row
+
+
+def _check_files(source: str, target: str | None) -> None:
+    """Before a model is loaded. Rows are read while others are written."""
+    if source == "-":
+        return
+    try:
+        os.stat(source)
+    except OSError as error:
+        raise _Problem(f"{source}: {error.strerror}") from error
+    if os.path.isdir(source):
+        raise _Problem(f"{source}: a folder, not a file")
+    if target is not None and os.path.isfile(target) and os.path.samefile(source, target):
+        raise _Problem(f"--output {target}: the same file as --input")
 
 
 def _prompts(
@@ -194,6 +225,7 @@ def _prompts(
         asked = [question.question for question in questions]
         rows = [{"prompt": question.question, "key": question.key} for question in questions]
     elif args.input is not None:
+        _check_files(args.input, args.output)
         rows = _read_rows(args.input)
         if args.limit is not None:
             rows = (row for _, row in zip(range(args.limit), rows, strict=False))
@@ -232,7 +264,7 @@ def _write_output(
     row = output.to_dict(arrays=args.arrays)
     if gold is not None:
         row["gold"] = gold
-    print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+    _print_json(row, file)
 
 
 def _writes_json(args: argparse.Namespace) -> bool:
@@ -297,12 +329,11 @@ def _chat(args: argparse.Namespace) -> int:
             messages = [*first, {"role": "user", "content": " ".join(args.message)}]
             output = _chat_turn(engine, messages, params)
             if args.json:
-                print(json.dumps(output.to_dict(arrays=args.arrays), ensure_ascii=False))
+                _print_json(output.to_dict(arrays=args.arrays))
             else:
                 print(output.text.strip())
             return 0
-        _converse(args, engine, first, params)
-    return 0
+        return _converse(args, engine, first, params)
 
 
 def _converse(
@@ -310,8 +341,11 @@ def _converse(
     engine: Engine,
     first: list[dict[str, str]],
     params: SamplingParams,
-) -> None:
-    """Reads lines until the input ends."""
+) -> int:
+    """Reads lines until the input ends. A message without an answer is forgotten; the exit code."""
+    if sys.stdin is None:
+        raise _Problem("standard input is closed: give a MESSAGE")
+    code = 0
     interactive = sys.stdin.isatty()
     if interactive:
         print("Type a message; /new starts over, /quit or Ctrl-D ends.", file=sys.stderr)
@@ -320,9 +354,9 @@ def _converse(
         try:
             line = input("> " if interactive else "").strip()
         except EOFError:
-            return
+            return code
         if line in ("/quit", "/exit"):
-            return
+            return code
         if line == "/new":
             messages = list(first)
         elif line:
@@ -333,8 +367,15 @@ def _converse(
                 messages.pop()
                 print("[interrupted]", file=sys.stderr)
                 continue
+            except _core.Error as error:
+                messages.pop()
+                print(f"qkv: {error}", file=sys.stderr)
+                if args.json:
+                    _print_json({"error": str(error)})
+                code = 1
+                continue
             if args.json:
-                print(json.dumps(output.to_dict(arrays=args.arrays), ensure_ascii=False))
+                _print_json(output.to_dict(arrays=args.arrays))
             else:
                 print(output.text.strip(), flush=True)
 
@@ -342,7 +383,7 @@ def _converse(
 def _inspect(args: argparse.Namespace) -> int:
     found = inspect(args.model)
     if args.json:
-        print(json.dumps(found.to_dict(), ensure_ascii=False))
+        _print_json(found.to_dict())
         return 0
     print(found)
     if found.kv_scales:
@@ -367,7 +408,10 @@ def _calibrate(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             progress=not args.no_progress,
         )
-    print(json.dumps(scales.to_dict(), ensure_ascii=False) if args.json else str(scales))
+    if args.json:
+        _print_json(scales.to_dict())
+    else:
+        print(scales)
     return 0
 
 
@@ -386,7 +430,10 @@ def _plan(args: argparse.Namespace) -> int:
     )
     if args.plot is not None:
         found.plot().savefig(args.plot)
-    print(json.dumps(found.to_dict(), ensure_ascii=False) if args.json else str(found))
+    if args.json:
+        _print_json(found.to_dict())
+    else:
+        print(found)
     return 0
 
 
@@ -615,7 +662,11 @@ def _output_options(parser: argparse.ArgumentParser, what: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code: 1 if it failed, 2 for wrong use."""
     args = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # rather escapes than lose a row
     try:
+        if sys.stdout is None and getattr(args, "output", None) in (None, "-"):
+            raise _Problem("standard output is closed")
         code: int = args.run(args)
         return code
     except KeyboardInterrupt:

@@ -515,7 +515,7 @@ def each_params(params: ParamsArgument, count: int | None) -> Iterator[SamplingP
 
 def items(rows: Iterable[Any], params: ParamsArgument, build: Callable[[Item, Any], None]) -> Any:
     """Items of rows. `build` fills in what the row holds; ValueError, TypeError and Error in it are
-    the row's."""
+    the row's. So is a ValueError in the place of a row: whoever reads them could not read it."""
     own = each_params(params, length(rows))
     common = params if isinstance(params, SamplingParams) else SamplingParams()
     for index, row in enumerate(rows):
@@ -524,6 +524,8 @@ def items(rows: Iterable[Any], params: ParamsArgument, build: Callable[[Item, An
             raise ValueError(f"params has {index} entries and there are more prompts")
         item = Item(index=index, params=chosen)
         try:
+            if isinstance(row, ValueError):
+                raise row
             if isinstance(row, Mapping):
                 row = _unwrap(item, row)
             build(item, row)
