@@ -312,7 +312,8 @@ struct qkv_backend {
                                  struct qkv_buffer *dst, int32_t dst_first,
                                  const struct qkv_buffer *src, const int32_t *rows, int32_t n,
                                  int32_t dim);
-    /* logits: f32 [*, n_vocab]; pairs: host [n]. Sums in float64, in a fixed order. */
+    /* logits: f32 [*, n_vocab]; pairs: host [n]. Sums in float64, in a fixed order, of fp32
+     * exponentials: good to about 1e-8 nats. */
     enum qkv_status (*divergence)(struct qkv_error *err, struct qkv_device *dev,
                                   const struct qkv_buffer *logits, int32_t n_vocab,
                                   const struct qkv_divergence_pair *pairs, int32_t n,
