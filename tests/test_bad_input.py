@@ -382,7 +382,7 @@ class Choosy:
 def test_a_tokenizer_that_fails_spoils_the_row(tiny: Callable[..., Path]) -> None:
     own = Choosy()
     with qkv.Engine(tiny("llama"), threads=1, kv_tokens=512, tokenizer=own) as engine:
-        rows = ["1 2 3", "one", "4 5", [7, 8]]
+        rows: list[Any] = ["1 2 3", "one", "4 5", [7, 8]]
         outputs = engine.generate(rows, GREEDY, progress=False)
         assert [output.error is None for output in outputs] == [True, False, True, True]
         assert "Choosy.encode" in str(outputs[1].error) and "'one'" in str(outputs[1].error)
