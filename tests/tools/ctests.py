@@ -24,13 +24,12 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZE = ["-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
-# Debug builds: asserts on and the check() functions called.
-DEBUG = ["-O2", "-g1", "-UNDEBUG", "-DQKV_DEBUG=1"]
+# All but the benches are debug builds: asserts on and the check() functions called.
 VARIANTS = {
-    "plain": DEBUG,
-    "asan": [*DEBUG, "-fsanitize=address,undefined", *SANITIZE],
-    "tsan": [*DEBUG, "-fsanitize=thread", *SANITIZE],
-    "fuzzer": [*DEBUG, "-fsanitize=address,undefined,fuzzer-no-link", *SANITIZE],
+    "plain": [],
+    "asan": ["-fsanitize=address,undefined", *SANITIZE],
+    "tsan": ["-fsanitize=thread", *SANITIZE],
+    "fuzzer": ["-fsanitize=address,undefined,fuzzer-no-link", *SANITIZE],
     "bench": ["-DNDEBUG"],
 }
 
@@ -52,6 +51,8 @@ class Build:
         self.out = out / (variant + emulated)
         self.compiler = compiler
         self.flags = VARIANTS[variant]
+        if variant != "bench":
+            os.environ["QKV_DEBUG"] = "1"
         self.jobs = jobs
         self.failed: list[str] = []
         self.out.mkdir(parents=True, exist_ok=True)
