@@ -28,6 +28,7 @@ KERNELS_MAY = re.compile(
 # No input or output, no clock, no generator of their own: what they need is handed to them.
 PURE = re.compile(r"csrc/(kv/|engine/(scheduler|request|sampler)\.)")
 IMPURE = re.compile(r"^(stdio|time|sys/.*|unistd|fcntl)\.h$")
+INTRINSIC = re.compile(r"\b(_mm(256|512)?_\w+|__m(128|256|512)[id]?)\b")
 ISA_ONLY = re.compile(r"(vec_avx\w*\.h|special_\w+\.inc)$")
 DEFINITION = re.compile(
     r"^(?!static|typedef|extern|enum|struct \w+ \{)[a-z][\w *]*\([^;]*\)\s*\n\{", re.MULTILINE
@@ -52,6 +53,8 @@ def breaches_of_file(path: Path) -> Iterator[str]:
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if len(line) > MAX_COLUMNS and path.suffix != ".def":
             yield f"{name}:{number}: {len(line)} columns, at most {MAX_COLUMNS}"
+        if INTRINSIC.search(line) and not ISA_ONLY.search(name):
+            yield f"{name}:{number}: intrinsics are for vec_avx*.h and special_*.inc only"
     for target, is_system in includes(path):
         where = f"{name} includes {target}: "
         if name.startswith("csrc/") and not is_system:
