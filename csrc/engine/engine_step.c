@@ -1,5 +1,5 @@
-/* One step: plan -> zero new pages -> forward -> logits of the wanted rows, piece by piece -> tokens
- * -> commit. Sequences change only after everything that can fail has succeeded. */
+/* One step: plan -> zero new pages -> forward -> logits of the wanted rows, piece by piece ->
+ * tokens -> commit. Sequences change only after everything that can fail has succeeded. */
 #include <string.h>
 
 #include "base/mem.h"

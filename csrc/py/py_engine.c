@@ -401,23 +401,26 @@ static PyMethodDef engine_methods[] = {
      "lane), kv_resident (of kv: up to the last page that was used so far), hidden (rows that\n"
      "wait for a comparison), scratch."},
     {"kv_scales", qkv_py_engine_kv_scales, METH_O,
-     "kv_scales($self, lane, /)\n--\n\n[n_layers, 2, n_kv_heads] float32, K then V: what the lane "
-     "applies; 1 where its\nformat has no such scale."},
+     "kv_scales($self, lane, /)\n--\n\n"
+     "[n_layers, 2, n_kv_heads] float32, K then V: what the lane applies; 1 where its format has\n"
+     "no such scale."},
     {"kv_counts", qkv_py_engine_kv_counts, METH_O,
      "kv_counts($self, lane, /)\n--\n\n"
-     "Of what the lane stored since the last reset, [n_layers, 2, n_kv_heads],\nK then V: n_values, n_clipped (beyond the largest value), n_flushed (not zero,\n"
-     "stored as zero) int64, amax (largest magnitude, before the scale) float32. What is computed\n"
-     "again counts again."},
+     "Of what the lane stored since the last reset, [n_layers, 2, n_kv_heads], K then V:\n"
+     "n_values, n_clipped (beyond the largest value), n_flushed (not zero, stored as zero) int64,\n"
+     "amax (largest magnitude, before the scale) float32. What is computed again counts again."},
     {"kv_counts_reset", qkv_py_engine_kv_counts_reset, METH_NOARGS,
      "kv_counts_reset($self)\n--\n\nSets the counts of all lanes to zero."},
     {"kv_observe", (PyCFunction)(void (*)(void))qkv_py_engine_kv_observe,
      METH_VARARGS | METH_KEYWORDS,
      "kv_observe($self, lane, on)\n--\n\n"
-     "Counts |x| of everything that the lane stores from now on, by kv_histogram()'s\nbins; turning it on starts from empty ones."},
+     "Counts |x| of everything that the lane stores from now on, by kv_histogram()'s bins;\n"
+     "turning it on starts from empty ones."},
     {"kv_histogram", qkv_py_engine_kv_histogram, METH_O,
      "kv_histogram($self, lane, /)\n--\n\n"
-     "[n_layers, 2, n_kv_heads, 2048] uint64, K then V. The bin of x is the 11 bits of\n|x|'s float32 pattern below the sign: bin << 20, read as float32, is "
-     "its lower end.\n\nError: the lane was never observed."},
+     "[n_layers, 2, n_kv_heads, 2048] uint64, K then V. The bin of x is the 11 bits of |x|'s\n"
+     "float32 pattern below the sign: bin << 20, read as float32, is its lower end.\n\n"
+     "Error: the lane was never observed."},
     {"counts", engine_counts, METH_NOARGS,
      "counts($self)\n--\n\nThe scheduler's counters: n_waiting, n_running (sequences), n_pages,\n"
      "n_free_pages, n_evictable_pages (all lanes), n_retractions, n_prefill_rows,\n"
