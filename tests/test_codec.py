@@ -115,3 +115,13 @@ def test_bytes_of_no_kv_row() -> None:
         _core.kv_row_bytes("fp7", 1)
     with pytest.raises(ValueError, match="-1"):
         _core.kv_row_bytes("bf16", -1)
+
+
+def test_packed_bytes() -> None:
+    """Panels of 32 rows, codes of 4 bits for Q4_0 with a scale of 2 bytes for each 32 of them."""
+    assert _core.packed_bytes("BF16", 64, 256) == 2 * 64 * 256
+    assert _core.packed_bytes("BF16", 64, 256, True) == 4 * 64 * 256
+    assert _core.packed_bytes("Q4_0", 64, 256) == 64 * (128 + 2 * 8)
+    for name, n_out, k_in in (("fp7", 1, 32), ("Q4_0", 0, 32), ("Q4_0", 1, 33), ("IQ1_S", 1, 256)):
+        with pytest.raises(ValueError, match=name):
+            _core.packed_bytes(name, n_out, k_in)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import SamplingParams, kv_scales, options
+from qkv import SamplingParams, _core, kv_scales, options
 from qkv.planner import GIB, KV_DTYPES
 from ref import make_tiny
 
@@ -157,6 +157,13 @@ def test_many_scored_rows_share_pages_and_slots(tiny: Callable[..., Path]) -> No
 # Sizes.
 
 
+def test_scoring_ids_reads_no_tokenizer(tiny: Callable[..., Path]) -> None:
+    """A large vocabulary's objects would weigh more than what the scoring holds."""
+    with qkv.Engine(tiny("llama"), kv_cache_dtype=["bf16", "fp8_e4m3"], **SMALL) as engine:
+        assert engine.score([[1, 2, 3]], progress=False)[0].error is None
+        assert engine._tokenizer is None
+
+
 def test_memory_is_what_the_plan_says(tiny: Callable[..., Path]) -> None:
     model = tiny("llama")
     found = qkv.plan(model, memory_gib=1, page_tokens=options.PAGE_TOKENS)
@@ -167,7 +174,31 @@ def test_memory_is_what_the_plan_says(tiny: Callable[..., Path]) -> None:
         planned = 4096 * found.bytes_per_token[name]
         assert memory["kv_lanes"][name] == pytest.approx(planned, rel=0.02), name
     assert memory["kv"] == sum(memory["kv_lanes"].values())
-    assert memory["weights"] / GIB == pytest.approx(found.weights_gib, rel=0.1)  # a tiny model
+    assert memory["weights"] == found.weights_gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("arch", "types"),
+    [
+        ("llama", "F16"),
+        ("qwen3", "Q8_0"),
+        ("qwen2", {"token_embd": "Q5_1", "": "Q4_0"}),
+        ("gemma3", "F32"),
+    ],
+)
+@pytest.mark.parametrize("compute_dtype", ["bf16", "float32"])
+def test_weights_are_what_the_plan_says(
+    tmp_path: Path, arch: str, types: Any, compute_dtype: str
+) -> None:
+    path = tmp_path / "m.gguf"
+    make_tiny.write_gguf(path, arch, types=types, codec=_core)
+    checkpoint = _core.Checkpoint(str(path))
+    planned = options.packed_bytes(checkpoint.tensors(), compute_dtype=compute_dtype)
+    checkpoint.close()
+    with qkv.Engine(path, compute_dtype=compute_dtype, threads=1, kv_tokens=64) as engine:
+        assert engine.memory()["weights"] == planned
+    if compute_dtype == "bf16":
+        assert qkv.plan(path, memory_gib=1).weights_gib * GIB == planned
 
 
 def test_lanes_share_the_memory(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,6 +328,11 @@ const struct qkv_backend *qkv_cpu_backend(void);
 /* Its instruction sets, best first, and whether this machine has them; false past the last one. */
 bool qkv_cpu_isa(size_t index, const char **name, bool *usable);
 
+/* Bytes that a weight [n_out, k_in] takes in it, for planning without loading; 0 for a format
+ * without a codec and for dimensions that weight_create refuses. */
+uint64_t qkv_cpu_packed_bytes(enum qkv_format format, enum qkv_compute compute, int64_t n_out,
+                              int64_t k_in);
+
 /* A backend that keeps every buffer of `inner` unreadable outside its own calls, so that a test
  * sees any touch from above as a fault (backend/guard.c). */
 const struct qkv_backend *qkv_guard_backend(void);

@@ -100,6 +100,28 @@ static int find_format(const char *name, enum qkv_format *out)
     return -1;
 }
 
+static PyObject *packed_bytes(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *name = NULL;
+    long long n_out = 0;
+    long long k_in = 0;
+    int float32 = 0;
+    enum qkv_format format = QKV_FORMAT_COUNT;
+    if (!PyArg_ParseTuple(args, "sLL|p:packed_bytes", &name, &n_out, &k_in, &float32) ||
+        find_format(name, &format) < 0) {
+        return NULL;
+    }
+    enum qkv_compute compute = float32 ? QKV_COMPUTE_F32 : QKV_COMPUTE_BF16;
+    uint64_t n_bytes = qkv_cpu_packed_bytes(format, compute, n_out, k_in);
+    if (n_bytes == 0) {
+        PyErr_Format(PyExc_ValueError, "%s [%lld, %lld]: no weight of the CPU backend", name, n_out,
+                     k_in);
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(n_bytes);
+}
+
 static PyObject *dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"format", "blocks", NULL};
@@ -183,6 +205,10 @@ PyMethodDef qkv_py_codec_methods[] = {
     {"kv_row_bytes", kv_row_bytes, METH_VARARGS,
      "kv_row_bytes(format, dim, /)\n--\n\nBytes of one token of one head of K or V with dim "
      "channels, block scales included.\n\nValueError: unknown format, negative dim."},
+    {"packed_bytes", packed_bytes, METH_VARARGS,
+     "packed_bytes(format, n_out, k_in, float32=False, /)\n--\n\nBytes that a weight takes in the "
+     "CPU backend, by its arithmetic.\n\nValueError: unknown format, one without a codec, "
+     "dimensions that it refuses."},
     {"threads_available", threads_available, METH_NOARGS,
      "threads_available()\n--\n\nProcessors that this process may use: affinity and cgroup quota "
      "count."},

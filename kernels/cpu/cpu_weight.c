@@ -82,6 +82,27 @@ static void plan_layout(const struct qkv_weight_desc *desc, enum qkv_compute com
     w->panel_bytes = end;
 }
 
+static bool dims_fit(int64_t n_out, int64_t k_in)
+{
+    return n_out >= 1 && n_out <= INT32_MAX - QKV_PANEL && k_in >= 1 &&
+           k_in <= INT32_MAX - QKV_K_BLOCK;
+}
+
+uint64_t qkv_cpu_packed_bytes(enum qkv_format format, enum qkv_compute compute, int64_t n_out,
+                              int64_t k_in)
+{
+    const struct qkv_format_traits *traits = qkv_format_traits(format);
+    if (traits->code == QKV_CODE_NONE || !dims_fit(n_out, k_in) ||
+        k_in % traits->block_elems != 0) {
+        return 0;
+    }
+    const struct qkv_weight_desc desc = {.format = format, .n_out = n_out, .k_in = k_in};
+    struct qkv_weight w = {0};
+    plan_layout(&desc, compute, &w);
+    uint64_t n_bytes = 0;
+    return qkv_mul_size((uint64_t)w.n_panels, w.panel_bytes, &n_bytes) ? n_bytes : 0;
+}
+
 /* ---- packing ---- */
 
 struct pack_task {
@@ -227,8 +248,7 @@ static enum qkv_status check_desc(struct qkv_error *err, const struct qkv_weight
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
                         "%s: format %s is not one this build computes with", name, traits->name);
     }
-    if (desc->n_out < 1 || desc->n_out > INT32_MAX - QKV_PANEL || desc->k_in < 1 ||
-        desc->k_in > INT32_MAX - QKV_K_BLOCK) {
+    if (!dims_fit(desc->n_out, desc->k_in)) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: shape [%lld, %lld], must be 1 to 2^31 - 257",
                         name, (long long)desc->n_out, (long long)desc->k_in);
     }

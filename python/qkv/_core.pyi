@@ -191,6 +191,9 @@ def kv_formats() -> list[tuple[str, float]]:
 def kv_row_bytes(format: str, dim: int, /) -> int:
     """Of one token of one head of K or V, block scales included."""
 
+def packed_bytes(format: str, n_out: int, k_in: int, float32: bool = False, /) -> int:
+    """Of a weight in the CPU backend, without loading it."""
+
 def threads_available() -> int: ...
 def dequantize(format: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Blocks of a weight format as float32, by the scalar codec."""

@@ -112,7 +112,7 @@ class Engine:
             self._folder = checkpoint.folder
             options.check_quantization(quantization, prefill_quantization, self._container)
             config = checkpoint.model_config()
-            weights_bytes = sum(entry[3] for entry in checkpoint.tensors())
+            weights_bytes = options.packed_bytes(checkpoint.tensors(), compute_dtype=compute_dtype)
             carried = checkpoint.kv_scales()
             self._model_types = kv_scales.model_types(checkpoint)
         finally:

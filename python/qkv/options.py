@@ -191,6 +191,29 @@ def token_bytes(config: Mapping[str, Any], lanes_: Sequence[Lane]) -> int:
     return int(config["n_kv_heads"]) * per_head
 
 
+def packed_bytes(
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]], *, compute_dtype: str
+) -> int:
+    """Bytes of a checkpoint's tensors in the CPU backend; as in the file where it has no such
+    weight (which loading then refuses)."""
+    total = 0
+    for _, name, shape, n_bytes in tensors:
+        try:
+            total += _packed(name, shape, compute_dtype == "float32")
+        except ValueError:
+            total += n_bytes
+    return total
+
+
+def _packed(name: str, shape: tuple[int, ...], float32: bool) -> int:
+    if len(shape) < 2:
+        return 4 * (shape[0] if shape else 1)
+    n_matrices = 1
+    for size in shape[:-2]:
+        n_matrices *= size
+    return n_matrices * _core.packed_bytes(name, shape[-2], shape[-1], float32)
+
+
 def _limit(path: Path, name: str) -> int | None:
     try:
         text = (path / name).read_text().strip()

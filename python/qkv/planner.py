@@ -269,6 +269,15 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return config
 
 
+def _file_bytes(folder: Path) -> int:
+    """Weights as the engine will hold them."""
+    checkpoint = _core.Checkpoint(str(folder))
+    try:
+        return options.packed_bytes(checkpoint.tensors(), compute_dtype="bf16")
+    finally:
+        checkpoint.close()
+
+
 @dataclass(frozen=True)
 class _Source:
     name: str
@@ -283,12 +292,12 @@ def _read_model(model: str | os.PathLike[str]) -> _Source:
     config_path = path / "config.json" if path.is_dir() else path
     if config_path.suffix == ".json" and config_path.is_file():
         config = _read_json(config_path)
-        files = list(path.glob("*.safetensors")) if path.is_dir() else []
-        n_bytes = sum(file.stat().st_size for file in files)
+        has_files = path.is_dir() and any(path.glob("*.safetensors"))
+        n_bytes = _file_bytes(path) if has_files else 0
         return _Source(path.name, kv_shape(config), config, n_bytes)
     checkpoint = _core.Checkpoint(str(path))
     try:
-        n_bytes = sum(tensor[3] for tensor in checkpoint.tensors())
+        n_bytes = options.packed_bytes(checkpoint.tensors(), compute_dtype="bf16")
         return _Source(path.name, _gguf_shape(checkpoint.metadata()), None, n_bytes)
     finally:
         checkpoint.close()
@@ -466,8 +475,8 @@ def plan(
     """What fits into `memory_gib` (free before the weights load), before anything is loaded.
 
     model_or_config: a folder, a config.json, a .gguf file, or the config as a dictionary.
-    weights_gib: what loading takes. By default counted from the files, else estimated from the
-        config and the weight format that it declares.
+    weights_gib: what loading takes. By default counted from the files, as this engine packs them,
+        else estimated from the config and the weight format that it declares.
     kv_cache_dtypes: names, or mappings as Engine takes them; "fp8_ds_mla" for models with MLA.
 
     ValueError for a config that does not say enough, or if the weights alone leave no room."""

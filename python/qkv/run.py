@@ -400,7 +400,8 @@ class Run:
             text, stop_reason, reason = seq.watch.text, seq.watch.hit, "stop"
         else:
             ids = result.token_ids[:-1] if stopped else result.token_ids
-            text = _text(self._engine._text_tokenizer, ids, row.item.params)
+            # The tokenizer is not even read for a row that was only scored.
+            text = _text(self._engine._text_tokenizer, ids, row.item.params) if len(ids) else ""
         return Completion(
             text=text,
             token_ids=result.token_ids,
@@ -449,7 +450,7 @@ class Run:
 
 
 def _text(tokenizer: Tokenizer | None, ids: NDArray[np.int32], params: SamplingParams) -> str:
-    if tokenizer is None or not len(ids):
+    if tokenizer is None:
         return ""
     return tokenizer.decode_output(ids, skip_special_tokens=params.skip_special_tokens)
 
