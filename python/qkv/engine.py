@@ -17,7 +17,7 @@ from ._core import Checkpoint, Error
 from .chat_template import check_messages
 from .kv_scales import KvScaleTable
 from .outputs import RequestOutput, Score
-from .params import SamplingParams
+from .params import SamplingParams, flag, integer
 from .progress import Progress
 from .run import Hook, Item, ParamsArgument, Run
 from .tokenizer import Tokenizer, from_user
@@ -90,17 +90,16 @@ class Engine:
             query_dtype=query_dtype,
         )
         options.check_scales_file(quantization_param_path)
-        if not isinstance(prefix_cache, bool):
-            raise TypeError(f"prefix_cache={prefix_cache!r}: True or False is needed")
-        self._seed = 0 if seed is None else options.integer("seed", seed, 0, 2**64 - 1)
-        self._max_running = options.integer(
+        flag("prefix_cache", prefix_cache)
+        self._seed = 0 if seed is None else integer("seed", seed, 0, 2**64 - 1)
+        self._max_running = integer(
             "max_running", options.DEFAULT_MAX_RUNNING if max_running is None else max_running, 1
         )
-        options.integer("chunk_tokens", chunk_tokens, 1)
+        integer("chunk_tokens", chunk_tokens, 1)
         if max_model_len is not None:
-            options.integer("max_model_len", max_model_len, 1)
+            integer("max_model_len", max_model_len, 1)
         if threads is not None:
-            options.integer("threads", threads, 1, 1024)
+            integer("threads", threads, 1, 1024)
         own = None if tokenizer is None else from_user(tokenizer)
 
         self._path = models.resolve(model)
@@ -313,10 +312,10 @@ class Engine:
 
         With several lanes score.lanes has each lane's, and all but the first lane's have kl,
         kl_reverse and top1 against the first."""
-        options.integer("top", top, 0, 256)
+        integer("top", top, 0, 256)
         rows = run.as_rows(prompts)
         if continuations is not None:
-            if isinstance(continuations, str) or run._is_ids(continuations):
+            if isinstance(continuations, str) or run.is_ids(continuations):
                 continuations = [continuations]
             if not isinstance(continuations, Iterable) or isinstance(continuations, bytes):
                 raise TypeError(
@@ -372,7 +371,7 @@ class Engine:
     def _pair_item(self, item: Item, pair: tuple[Any, Any]) -> None:
         prompt, continuation = pair
         if isinstance(prompt, Mapping):
-            prompt = run._unwrap(item, prompt)
+            prompt = run.unwrap(item, prompt)
         if isinstance(prompt, str) and isinstance(continuation, str):
             kept = prompt.rstrip()
             continuation = prompt[len(kept) :] + continuation

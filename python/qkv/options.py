@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _core
+from .params import integer
 
 # The names that SGLang 0.5.22 takes for --quantization.
 QUANTIZATIONS = (
@@ -34,14 +35,6 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> str:
     """The value, or ValueError with the list."""
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(known)}")
-    return value
-
-
-def integer(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r}: an integer is needed")
-    if not low <= value <= high:
-        raise ValueError(f"{name}={value}: must be within {low} and {high}")
     return value
 
 

@@ -17,7 +17,8 @@ _INT32_MAX = 2**31 - 1
 _SMALL, _LARGE, _LARGEST_BIAS = 1e-6, 1e6, 1e30
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> int:
+def integer(name: str, value: Any, low: int, high: int = _INT32_MAX) -> int:
+    """The value as an int; TypeError or ValueError names it and its bounds."""
     if isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: an integer is needed")
     try:
@@ -59,7 +60,7 @@ def _within(name: str, value: Any, low: float, high: float, *, open_low: bool = 
     return number
 
 
-def _flag(name: str, value: Any) -> bool:
+def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: True or False is needed")
     return value
@@ -91,7 +92,7 @@ def _words(value: Any) -> tuple[str | tuple[int, ...], ...]:
             words.extend(_strings("bad_words", item))
             continue
         ids = tuple(
-            _integer("bad_words id", token, 0, _INT32_MAX) for token in _tuple("bad_words", item)
+            integer("bad_words id", token, 0, _INT32_MAX) for token in _tuple("bad_words", item)
         )
         if not ids:
             raise ValueError("bad_words: an empty sequence would match everywhere")
@@ -106,7 +107,7 @@ def _bias(value: Any) -> dict[int, float] | None:
         raise TypeError(f"logit_bias={value!r}: a mapping from token id to number is needed")
     bias: dict[int, float] = {}
     for token, amount in value.items():
-        key = _integer("logit_bias id", token, 0, _INT32_MAX)
+        key = integer("logit_bias id", token, 0, _INT32_MAX)
         if isinstance(amount, (float, np.floating)) and amount == -math.inf:
             bias[key] = -math.inf
         else:
@@ -160,20 +161,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
-            "max_tokens": _integer("max_tokens", self.max_tokens, 0, _INT32_MAX),
-            "min_tokens": _integer("min_tokens", self.min_tokens, 0, _INT32_MAX),
+            "max_tokens": integer("max_tokens", self.max_tokens, 0, _INT32_MAX),
+            "min_tokens": integer("min_tokens", self.min_tokens, 0, _INT32_MAX),
             "temperature": _real("temperature", self.temperature),
             "top_p": _within("top_p", self.top_p, 0.0, 1.0, open_low=True),
             # vLLM and SGLang write "all tokens" as -1.
-            "top_k": max(_integer("top_k", self.top_k, -1, _INT32_MAX), 0),
+            "top_k": max(integer("top_k", self.top_k, -1, _INT32_MAX), 0),
             "min_p": _within("min_p", self.min_p, 0.0, 1.0),
-            "n": _integer("n", self.n, 1, MAX_SAMPLES),
+            "n": integer("n", self.n, 1, MAX_SAMPLES),
             "stop": _strings("stop", self.stop),
             "stop_token_ids": tuple(
-                _integer("stop_token_ids", token, 0, _INT32_MAX)
+                integer("stop_token_ids", token, 0, _INT32_MAX)
                 for token in _tuple("stop_token_ids", self.stop_token_ids)
             ),
-            "ignore_eos": _flag("ignore_eos", self.ignore_eos),
+            "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "repetition_penalty": _within(
                 "repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True
             ),
@@ -181,14 +182,14 @@ class SamplingParams:
             "frequency_penalty": _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             "logit_bias": _bias(self.logit_bias),
             "bad_words": _words(self.bad_words),
-            "skip_special_tokens": _flag("skip_special_tokens", self.skip_special_tokens),
+            "skip_special_tokens": flag("skip_special_tokens", self.skip_special_tokens),
         }
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                checked[name] = _integer(name, value, 0, MAX_LOGPROBS)
+                checked[name] = integer(name, value, 0, MAX_LOGPROBS)
         if self.seed is not None:
-            checked["seed"] = _integer("seed", self.seed, 0, 2**64 - 1)
+            checked["seed"] = integer("seed", self.seed, 0, 2**64 - 1)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         self._check_together()

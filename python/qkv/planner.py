@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _core, models, options
+from .params import integer
 
 GIB = 2**30
 
@@ -456,9 +457,9 @@ def _check(
         raise ValueError(f"memory_gib={memory_gib}: must be above 0")
     if not 0.0 < mem_fraction <= 1.0:
         raise ValueError(f"mem_fraction={mem_fraction}: must be above 0 and at most 1")
-    options.integer("input_tokens", input_tokens, 1)
-    options.integer("output_tokens", output_tokens, 0)
-    options.integer("page_tokens", page_tokens, 1)
+    integer("input_tokens", input_tokens, 1)
+    integer("output_tokens", output_tokens, 0)
+    integer("page_tokens", page_tokens, 1)
 
 
 def plan(

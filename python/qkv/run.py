@@ -473,7 +473,7 @@ def _metrics(results: Sequence[Result], n_prompt: int) -> Metrics:
     )
 
 
-def _is_ids(value: Any) -> bool:
+def is_ids(value: Any) -> bool:
     """One prompt given as token ids."""
     if isinstance(value, np.ndarray):
         return value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
@@ -486,7 +486,7 @@ def _is_ids(value: Any) -> bool:
 
 def as_rows(prompts: Any) -> Iterable[Any]:
     """One prompt or many, as an iterable of prompts."""
-    if isinstance(prompts, (str, Mapping)) or _is_ids(prompts):
+    if isinstance(prompts, (str, Mapping)) or is_ids(prompts):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts={prompts!r:.100}: text, token ids, or an iterable of these")
@@ -514,7 +514,9 @@ def each_params(params: ParamsArgument, count: int | None) -> Iterator[SamplingP
     return iter(params)
 
 
-def items(rows: Iterable[Any], params: ParamsArgument, build: Callable[[Item, Any], None]) -> Any:
+def items(
+    rows: Iterable[Any], params: ParamsArgument, build: Callable[[Item, Any], None]
+) -> Iterator[Item]:
     """Items of rows. `build` fills in what the row holds; ValueError, TypeError and Error in it are
     the row's. So is a ValueError in the place of a row: whoever reads them could not read it."""
     own = each_params(params, length(rows))
@@ -528,7 +530,7 @@ def items(rows: Iterable[Any], params: ParamsArgument, build: Callable[[Item, An
             if isinstance(row, ValueError):
                 raise row
             if isinstance(row, Mapping):
-                row = _unwrap(item, row)
+                row = unwrap(item, row)
             build(item, row)
         except (ValueError, TypeError, Error) as error:
             item.error = str(error)
@@ -537,7 +539,7 @@ def items(rows: Iterable[Any], params: ParamsArgument, build: Callable[[Item, An
         raise ValueError("params has more entries than there are prompts")
 
 
-def _unwrap(item: Item, row: Mapping[str, Any]) -> Any:
+def unwrap(item: Item, row: Mapping[str, Any]) -> Any:
     """A row as a mapping: prompt, prompt_token_ids or messages, and key and params if it likes;
     other entries are the caller's own."""
     key = row.get("key")
