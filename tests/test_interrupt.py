@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,6 +161,53 @@ def test_a_second_thread_in_one_engine_is_an_error(tiny: Callable[..., Path]) ->
             assert not thread.is_alive()
         assert expected in outcomes
         assert all(o == expected or isinstance(o, qkv.Error) for o in outcomes)
+
+
+class InterruptedCore:
+    """The C engine where a signal arrives in its n-th step: Python raises as the call returns."""
+
+    def __init__(self, core: Any, n: int) -> None:
+        self._core = core
+        self._left = n
+
+    def step(self) -> Any:
+        step = self._core.step()
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+        return step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_a_step_whose_outcome_the_interrupt_took(tiny: Callable[..., Path], n: int) -> None:
+    """What finished in it is kept, and another stream over the same engine loses nothing."""
+    with qkv.Engine(tiny("llama"), threads=1, kv_tokens=8192, max_running=32) as engine:
+        prompts = [[5, 6, 7 + i] for i in range(8)]
+        params = [PARAMS.with_(max_tokens=1 + i) for i in range(8)]
+        params[5] = PARAMS.with_(stop="no such text")
+        alone = engine.generate(prompts, params, progress=False)
+        stream = engine.stream(prompts, params)
+        outputs = [next(stream)]
+        core = engine._core
+        engine._core = InterruptedCore(core, n)  # type: ignore[assignment]
+        rows = [[1, 2, 3 + i] for i in range(8)]
+        lengths = [PARAMS.with_(max_tokens=1 + i) for i in range(8)]
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(rows, lengths, progress=False)
+        engine._core = core
+        kept = [output.index for output in engine.interrupted]
+        assert kept == list(range(n))
+        outputs += stream
+        assert sorted(output.index for output in outputs) == list(range(8))
+        for output in outputs:
+            if output.index == 5 and output.error is not None:
+                assert "interrupt" in output.error  # of its stop string a token was not seen
+                continue
+            assert output.text == alone[output.index].text
+            assert np.array_equal(output.logprobs, alone[output.index].logprobs)
 
 
 def in_a_hook(engine: qkv.Engine, act: Callable[[], object]) -> list[qkv.RequestOutput]:

@@ -463,7 +463,13 @@ class Engine:
         while self._abandoned:
             with suppress(ValueError):  # not there: it finished in the step
                 self._core.abort(self._abandoned.pop())
-        step = self._core.step()
+        try:
+            step = self._core.step()
+        except (Error, MemoryError):  # nothing has changed
+            raise
+        except BaseException:  # of a signal's handler: it runs when the call returns
+            self._recover()
+            raise
         ended = list(step.finished)
         gone = set(ended)
         for number, token in step.tokens:
@@ -483,6 +489,21 @@ class Engine:
         if step.n_rows == 0 and not ended:
             raise Error(f"nothing to compute while {len(self._seqs)} sequences are open")
         return step.n_rows
+
+    def _recover(self) -> None:
+        """After a step whose outcome an interrupt took: what finished in it is kept."""
+        for number, seq in list(self._seqs.items()):
+            try:
+                result = self._core.take(number)
+            except (Error, ValueError):  # not finished
+                if seq.watch is not None:
+                    seq.watch.error = "an interrupt hid a token from the search for stop strings"
+                continue
+            del self._seqs[number]
+            if seq.watch is not None:
+                for token in result.token_ids[seq.watch.count :]:
+                    seq.watch.push(int(token))
+            seq.row.run.finish(number, seq, result)
 
 
 def _write_log(level: int, line: str) -> None:
