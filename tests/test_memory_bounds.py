@@ -56,3 +56,53 @@ def test_scoring_never_holds_all_logits(tiny: Callable[..., Path], way: str) -> 
     assert done.returncode == 0, done.stderr
     grown, whole = int(done.stdout) * 1024, N_TOKENS * N_VOCAB * 4
     assert grown < whole / 16, f"{grown / 2**20:.0f} MiB of {whole / 2**20:.0f} MiB"
+
+
+GROWTH = """
+import sys
+import numpy as np
+import qkv
+
+def resident():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")) << 10
+
+n_tokens = int(sys.argv[2])
+before = resident()
+engine = qkv.Engine(
+    sys.argv[1], kv_cache_dtype=["bf16", "fp8_e4m3"], threads=2, kv_tokens=n_tokens + 64,
+    max_model_len=n_tokens + 32,
+)
+prompt = np.random.default_rng(1).integers(10, 40000, n_tokens).tolist()
+score = engine.score([prompt], progress=False)[0]
+assert score.error is None and len(score.lanes["fp8_e4m3"].kl) == n_tokens - 1
+held = engine.memory()
+parts = held["weights"] + held["activations"] + held["hidden"] + held["scratch"]
+print(resident() - before, parts + held["kv_resident"], held["weights"] + held["kv"])
+"""
+
+
+def growth(model: Path, n_tokens: int) -> tuple[int, int, int]:
+    done = subprocess.run(
+        [sys.executable, "-c", GROWTH, str(model), str(n_tokens)],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stderr
+    grown, told, fixed = map(int, done.stdout.split())
+    return grown, told, fixed
+
+
+@pytest.mark.slow
+def test_memory_says_what_the_process_grows_by(demo_model: Path) -> None:
+    grown, told, _ = growth(demo_model, 512)
+    assert abs(grown - told) < 0.05 * grown, f"grown by {grown}, memory() says {told}"
+
+
+@pytest.mark.soak
+def test_scoring_two_lanes_of_a_long_prompt(qwen_model: Path) -> None:
+    """4,096 tokens of a 0.5B model: at most 100 MiB above weights and pools."""
+    grown, told, fixed = growth(qwen_model, 4096)
+    assert abs(grown - told) < 0.05 * grown, f"grown by {grown}, memory() says {told}"
+    assert grown - fixed < 100 << 20, f"{(grown - fixed) / 2**20:.0f} MiB above weights and pools"
