@@ -296,3 +296,15 @@ def test_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["gnerate"])
     assert caught.value.code == 2
     assert "generate" in capsys.readouterr().err
+
+
+def test_log_of_the_loading(
+    tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    args = ["generate", "--model", str(tiny("llama")), *SMALL, "--log-level", "info"]
+    args += ["--kv-cache-dtype", "bf16,fp8_e5m2", "--query-dtype", "fp8_e4m3", "The fox"]
+    with caplog.at_level("INFO", "qkv"):
+        assert cli.main(args) == 0
+    text = caplog.text
+    assert "LlamaForCausalLM" in text and "mem usage" in text and "K size" in text
+    assert "lane fp8_e5m2" in text and "scale 1.0" in text

@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import logging
 import os
 import platform
 import sys
@@ -40,6 +41,8 @@ def _engine_options(parser: argparse.ArgumentParser) -> None:
     add("--fp4-gemm-backend", default="auto", metavar="NAME", help=argparse.SUPPRESS)
     add("--compute-dtype", default="bf16", choices=("bf16", "float32"),
         help="float32: the slow reference arithmetic (default: bf16)")  # fmt: skip
+    add("--query-dtype", default="bf16", choices=("bf16", "fp8_e4m3"),
+        help="fp8_e4m3: quantize queries as FP8 attention kernels do (default: bf16)")  # fmt: skip
     add("--mem-fraction-static", "--mem-fraction", type=float, metavar="F",
         help="fraction of the free memory for weights and KV cache together")  # fmt: skip
     add("--max-total-tokens", "--kv-tokens", type=int, metavar="N",
@@ -54,10 +57,15 @@ def _engine_options(parser: argparse.ArgumentParser) -> None:
         help="offline: ordered by shared prefixes; fcfs: as a server would")  # fmt: skip
     add("--device", default="auto", help="auto or cpu (default: auto)")
     add("--threads", type=int, metavar="N", help="default: all that the process may use")
+    add("--log-level", choices=("debug", "info", "warning", "error"), metavar="LEVEL",
+        help="info: what is loaded, memory, KV cache and scales, on standard error")  # fmt: skip
     add("--random-seed", type=int, metavar="N", help="from which rows without a seed derive theirs")
 
 
 def _open(args: argparse.Namespace) -> Engine:
+    if args.log_level is not None:
+        logging.basicConfig(format="%(levelname)s %(message)s")
+        logging.getLogger("qkv").setLevel(args.log_level.upper())
     return Engine(
         args.model,
         kv_cache_dtype=_kv_cache_dtype(args.kv_cache_dtype),
@@ -66,6 +74,7 @@ def _open(args: argparse.Namespace) -> Engine:
         fp8_gemm_backend=args.fp8_gemm_backend,
         fp4_gemm_backend=args.fp4_gemm_backend,
         compute_dtype=args.compute_dtype,
+        query_dtype=args.query_dtype,
         device=args.device,
         threads=args.threads,
         mem_fraction=args.mem_fraction_static,
