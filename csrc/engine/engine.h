@@ -20,7 +20,7 @@
 
 struct qkv_engine;
 
-enum { QKV_LANES_MAX = 16, QKV_ROWS_MAX = 65536, QKV_POSITIONS_MAX = 1 << 24 };
+enum { QKV_LANES_MAX = 16, QKV_ROWS_MAX = 65536 };
 
 /* Logits of a step are computed in pieces of at most so many bytes (one row at least): a long
  * prompt with a large vocabulary never holds [tokens, vocab]. */

@@ -206,9 +206,6 @@ static enum qkv_status open_engine(struct qkv_error *err, struct qkv_engine *eng
     QKV_TRY(check_against_model(err, options, config));
     engine->max_model_len =
         options->max_model_len > 0 ? options->max_model_len : config->max_positions;
-    if (engine->max_model_len > QKV_POSITIONS_MAX) {
-        engine->max_model_len = QKV_POSITIONS_MAX;
-    }
     QKV_TRY(open_device(err, engine, options));
     QKV_TRY(check_kv_support(err, engine, options, config));
     struct qkv_load_log load_log;

@@ -12,11 +12,8 @@ enum {
     HEADS_MAX = 4096,
     HEAD_DIM_MAX = 1024,
     VOCAB_MAX = 1 << 24,
-    POSITIONS_MAX = 1 << 24, /* positions are exact in fp32, see backend.h */
     NAME_MAX_BYTES = 64
 };
-
-#define KEY(json_name, gguf_name) ((struct qkv_key){json_name, gguf_name})
 
 static const struct qkv_tensor *gguf_tensor(const struct qkv_source *source, const char *name)
 {
@@ -42,7 +39,7 @@ static enum qkv_status read_vocab(struct qkv_error *err, const struct qkv_source
                                   struct qkv_model_config *out)
 {
     if (source->gguf == NULL) {
-        return need_int(err, source, KEY("vocab_size", NULL), VOCAB_MAX, &out->vocab);
+        return need_int(err, source, QKV_KEY("vocab_size", NULL), VOCAB_MAX, &out->vocab);
     }
     const struct qkv_tensor *embed = gguf_tensor(source, "token_embd.weight");
     if (embed == NULL) {
@@ -84,14 +81,14 @@ static enum qkv_status read_heads(struct qkv_error *err, const struct qkv_source
                                   const struct qkv_arch_defaults *defaults,
                                   struct qkv_model_config *out)
 {
-    QKV_TRY(need_int(err, source, KEY("num_attention_heads", "attention.head_count"), HEADS_MAX,
+    QKV_TRY(need_int(err, source, QKV_KEY("num_attention_heads", "attention.head_count"), HEADS_MAX,
                      &out->n_heads));
     /* null says "as many as heads", absence the class's default */
     const bool has_default = source->gguf == NULL && defaults->n_kv_heads != 0 &&
                              !is_null(source, "num_key_value_heads");
     out->n_kv_heads = has_default ? defaults->n_kv_heads : out->n_heads;
-    QKV_TRY(qkv_source_int(err, source, KEY("num_key_value_heads", "attention.head_count_kv"), 1,
-                           HEADS_MAX, &out->n_kv_heads));
+    QKV_TRY(qkv_source_int(err, source, QKV_KEY("num_key_value_heads", "attention.head_count_kv"),
+                           1, HEADS_MAX, &out->n_kv_heads));
     if (out->n_heads % out->n_kv_heads != 0) {
         const bool gguf = source->gguf != NULL;
         return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: %s %d is not a multiple of %s %d",
@@ -100,7 +97,7 @@ static enum qkv_status read_heads(struct qkv_error *err, const struct qkv_source
                         gguf ? "attention.head_count_kv" : "num_key_value_heads",
                         (int)out->n_kv_heads);
     }
-    const struct qkv_key dim_key = KEY("head_dim", "attention.key_length");
+    const struct qkv_key dim_key = QKV_KEY("head_dim", "attention.key_length");
     if (!qkv_source_has(source, dim_key)) {
         QKV_TRY(derive_head_dim(err, source, defaults, out));
     }
@@ -111,10 +108,10 @@ static enum qkv_status read_heads(struct qkv_error *err, const struct qkv_source
     }
     int32_t v_dim = out->head_dim;
     int32_t rotated = out->head_dim;
-    QKV_TRY(
-        qkv_source_int(err, source, KEY(NULL, "attention.value_length"), 1, HEAD_DIM_MAX, &v_dim));
-    QKV_TRY(
-        qkv_source_int(err, source, KEY(NULL, "rope.dimension_count"), 1, HEAD_DIM_MAX, &rotated));
+    QKV_TRY(qkv_source_int(err, source, QKV_KEY(NULL, "attention.value_length"), 1, HEAD_DIM_MAX,
+                           &v_dim));
+    QKV_TRY(qkv_source_int(err, source, QKV_KEY(NULL, "rope.dimension_count"), 1, HEAD_DIM_MAX,
+                           &rotated));
     if (v_dim != out->head_dim || rotated != out->head_dim) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
                         "heads of %d channels for keys, %d for values, %d of them rotated: only "
@@ -130,32 +127,32 @@ enum qkv_status qkv_arch_sizes(struct qkv_error *err, const struct qkv_source *s
                                struct qkv_model_config *out)
 {
     int32_t n_experts = 0;
-    QKV_TRY(qkv_source_int(err, source, KEY(NULL, "expert_count"), 0, INT32_MAX, &n_experts));
+    QKV_TRY(qkv_source_int(err, source, QKV_KEY(NULL, "expert_count"), 0, INT32_MAX, &n_experts));
     if (n_experts != 0) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED, "%s.expert_count: %d: experts are not supported",
                         source->gguf_arch, (int)n_experts);
     }
-    QKV_TRY(need_int(err, source, KEY("num_hidden_layers", "block_count"), QKV_LAYERS_MAX,
+    QKV_TRY(need_int(err, source, QKV_KEY("num_hidden_layers", "block_count"), QKV_LAYERS_MAX,
                      &out->n_layers));
-    QKV_TRY(
-        need_int(err, source, KEY("hidden_size", "embedding_length"), HIDDEN_MAX, &out->hidden));
-    QKV_TRY(
-        need_int(err, source, KEY("intermediate_size", "feed_forward_length"), FFN_MAX, &out->ffn));
+    QKV_TRY(need_int(err, source, QKV_KEY("hidden_size", "embedding_length"), HIDDEN_MAX,
+                     &out->hidden));
+    QKV_TRY(need_int(err, source, QKV_KEY("intermediate_size", "feed_forward_length"), FFN_MAX,
+                     &out->ffn));
     QKV_TRY(read_vocab(err, source, out));
     QKV_TRY(read_heads(err, source, defaults, out));
-    const struct qkv_key positions = KEY("max_position_embeddings", "context_length");
-    const struct qkv_key eps = KEY("rms_norm_eps", "attention.layer_norm_rms_epsilon");
+    const struct qkv_key positions = QKV_KEY("max_position_embeddings", "context_length");
+    const struct qkv_key eps = QKV_KEY("rms_norm_eps", "attention.layer_norm_rms_epsilon");
     if (source->gguf != NULL) { /* GGUF has no defaults for these */
         QKV_TRY(qkv_source_need(err, source, positions));
         QKV_TRY(qkv_source_need(err, source, eps));
     }
     out->max_positions = defaults->max_positions;
-    QKV_TRY(qkv_source_int(err, source, positions, 1, POSITIONS_MAX, &out->max_positions));
+    QKV_TRY(qkv_source_int(err, source, positions, 1, QKV_POSITIONS_MAX, &out->max_positions));
     out->norm_eps = 1e-6;
     QKV_TRY(qkv_source_real(err, source, eps, 1e-20, 1.0, &out->norm_eps));
     out->tied =
         source->gguf != NULL ? gguf_tensor(source, "output.weight") == NULL : defaults->tied;
-    return qkv_source_bool(err, source, KEY("tie_word_embeddings", NULL), &out->tied);
+    return qkv_source_bool(err, source, QKV_KEY("tie_word_embeddings", NULL), &out->tied);
 }
 
 enum qkv_status qkv_arch_act(struct qkv_error *err, const struct qkv_source *source,
@@ -171,7 +168,7 @@ enum qkv_status qkv_arch_act(struct qkv_error *err, const struct qkv_source *sou
     };
     char text[NAME_MAX_BYTES] = "";
     (void)snprintf(text, sizeof text, "%s", name);
-    QKV_TRY(qkv_source_text(err, source, KEY(key, NULL), text, sizeof text));
+    QKV_TRY(qkv_source_text(err, source, QKV_KEY(key, NULL), text, sizeof text));
     for (size_t i = 0; i < sizeof KNOWN / sizeof KNOWN[0]; i++) {
         if (strcmp(text, KNOWN[i].name) == 0) {
             out->act = KNOWN[i].act;
@@ -192,7 +189,7 @@ enum qkv_status qkv_arch_biases(struct qkv_error *err, const struct qkv_source *
         out->mlp_bias = gguf_tensor(source, "blk.0.ffn_down.bias") != NULL;
         return QKV_OK;
     }
-    QKV_TRY(qkv_source_bool(err, source, KEY("attention_bias", NULL), &out->qkv_bias));
+    QKV_TRY(qkv_source_bool(err, source, QKV_KEY("attention_bias", NULL), &out->qkv_bias));
     out->out_bias = out->qkv_bias;
     return QKV_OK;
 }
@@ -201,7 +198,7 @@ enum qkv_status qkv_arch_layer_types(struct qkv_error *err, const struct qkv_sou
                                      int32_t n_layers, bool sliding[QKV_LAYERS_MAX], bool *found)
 {
     *found = false;
-    if (source->gguf != NULL || !qkv_source_has(source, KEY("layer_types", NULL))) {
+    if (source->gguf != NULL || !qkv_source_has(source, QKV_KEY("layer_types", NULL))) {
         return QKV_OK;
     }
     const struct qkv_json_node *list = qkv_json_find(source->object, "layer_types");
@@ -232,8 +229,8 @@ enum qkv_status qkv_arch_window(struct qkv_error *err, const struct qkv_source *
                                 int32_t window, int32_t *out)
 {
     int32_t value = is_null(source, "sliding_window") ? 0 : window;
-    QKV_TRY(qkv_source_int(err, source, KEY("sliding_window", "attention.sliding_window"), 1,
-                           POSITIONS_MAX, &value));
+    QKV_TRY(qkv_source_int(err, source, QKV_KEY("sliding_window", "attention.sliding_window"), 1,
+                           QKV_POSITIONS_MAX, &value));
     *out = value;
     return QKV_OK;
 }
@@ -242,13 +239,13 @@ enum qkv_status qkv_arch_qwen_windows(struct qkv_error *err, const struct qkv_so
                                       struct qkv_model_config *out)
 {
     bool use = false;
-    QKV_TRY(qkv_source_bool(err, source, KEY("use_sliding_window", NULL), &use));
+    QKV_TRY(qkv_source_bool(err, source, QKV_KEY("use_sliding_window", NULL), &use));
     int32_t window = 0;
     if (use) {
         QKV_TRY(qkv_arch_window(err, source, 4096, &window));
     }
     int32_t n_full = 28;
-    QKV_TRY(qkv_source_int(err, source, KEY("max_window_layers", NULL), 0, INT32_MAX, &n_full));
+    QKV_TRY(qkv_source_int(err, source, QKV_KEY("max_window_layers", NULL), 0, INT32_MAX, &n_full));
     bool sliding[QKV_LAYERS_MAX];
     bool found;
     QKV_TRY(qkv_arch_layer_types(err, source, out->n_layers, sliding, &found));

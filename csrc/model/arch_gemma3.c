@@ -14,10 +14,10 @@ static enum qkv_status describe_layers(struct qkv_error *err, const struct qkv_s
                                        struct qkv_model_config *out)
 {
     int32_t pattern = PATTERN;
-    QKV_TRY(qkv_source_int(err, source, (struct qkv_key){"_sliding_window_pattern", NULL}, 1,
-                           QKV_LAYERS_MAX, &pattern));
-    QKV_TRY(qkv_source_int(err, source, (struct qkv_key){"sliding_window_pattern", NULL}, 1,
-                           QKV_LAYERS_MAX, &pattern));
+    QKV_TRY(qkv_source_int(err, source, QKV_KEY("_sliding_window_pattern", NULL), 1, QKV_LAYERS_MAX,
+                           &pattern));
+    QKV_TRY(qkv_source_int(err, source, QKV_KEY("sliding_window_pattern", NULL), 1, QKV_LAYERS_MAX,
+                           &pattern));
     bool sliding[QKV_LAYERS_MAX];
     bool found;
     QKV_TRY(qkv_arch_layer_types(err, source, out->n_layers, sliding, &found));
@@ -44,25 +44,25 @@ static enum qkv_status describe_scales(struct qkv_error *err, const struct qkv_s
         scalar = out->n_layers == LAYERS_OF_27B ? (double)out->hidden / out->n_heads
                                                 : (double)out->head_dim;
     }
-    QKV_TRY(qkv_source_real(err, source, (struct qkv_key){"query_pre_attn_scalar", NULL}, 1e-3, 1e6,
-                            &scalar));
+    QKV_TRY(
+        qkv_source_real(err, source, QKV_KEY("query_pre_attn_scalar", NULL), 1e-3, 1e6, &scalar));
     out->attn_scale = 1.0 / sqrt(scalar);
     out->embed_scale = sqrt(out->hidden);
     return qkv_source_real(err, source,
-                           (struct qkv_key){"final_logit_softcapping", "final_logit_softcapping"},
-                           1e-3, 1e6, &out->logit_softcap);
+                           QKV_KEY("final_logit_softcapping", "final_logit_softcapping"), 1e-3, 1e6,
+                           &out->logit_softcap);
 }
 
 static enum qkv_status refuse_variants(struct qkv_error *err, const struct qkv_source *source)
 {
     bool bidirectional = false;
-    QKV_TRY(qkv_source_bool(err, source, (struct qkv_key){"use_bidirectional_attention", NULL},
-                            &bidirectional));
+    QKV_TRY(
+        qkv_source_bool(err, source, QKV_KEY("use_bidirectional_attention", NULL), &bidirectional));
     if (bidirectional) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
                         "config.json: use_bidirectional_attention: encoders are not supported");
     }
-    if (qkv_source_has(source, (struct qkv_key){"attn_logit_softcapping", NULL})) {
+    if (qkv_source_has(source, QKV_KEY("attn_logit_softcapping", NULL))) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
                         "config.json: attn_logit_softcapping is not part of Gemma3ForCausalLM");
     }
@@ -78,11 +78,10 @@ enum qkv_status qkv_arch_gemma3(struct qkv_error *err, const struct qkv_source *
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_activation", "gelu_pytorch_tanh", out));
     QKV_TRY(qkv_arch_biases(err, source, out));
-    QKV_TRY(qkv_arch_rope(err, source, "full_attention",
-                          (struct qkv_key){"rope_theta", "rope.freq_base"}, 1e6, true, out));
+    QKV_TRY(qkv_arch_rope(err, source, "full_attention", QKV_KEY("rope_theta", "rope.freq_base"),
+                          1e6, true, out));
     QKV_TRY(qkv_arch_rope(err, source, "sliding_attention",
-                          (struct qkv_key){"rope_local_base_freq", "rope.freq_base_swa"}, 1e4,
-                          false, out));
+                          QKV_KEY("rope_local_base_freq", "rope.freq_base_swa"), 1e4, false, out));
     out->qk_norm = true;
     out->post_norms = true;
     /* The converter to GGUF has added the one. */

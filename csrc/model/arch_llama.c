@@ -8,8 +8,8 @@ enum qkv_status qkv_arch_llama(struct qkv_error *err, const struct qkv_source *s
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));
     QKV_TRY(qkv_arch_biases(err, source, out));
-    QKV_TRY(qkv_source_bool(err, source, (struct qkv_key){"mlp_bias", NULL}, &out->mlp_bias));
+    QKV_TRY(qkv_source_bool(err, source, QKV_KEY("mlp_bias", NULL), &out->mlp_bias));
     out->gguf_qk_permuted = source->gguf != NULL;
-    return qkv_arch_rope(err, source, NULL, (struct qkv_key){"rope_theta", "rope.freq_base"}, 1e4,
-                         true, out);
+    return qkv_arch_rope(err, source, NULL, QKV_KEY("rope_theta", "rope.freq_base"), 1e4, true,
+                         out);
 }

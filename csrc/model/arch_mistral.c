@@ -8,8 +8,8 @@ enum qkv_status qkv_arch_mistral(struct qkv_error *err, const struct qkv_source 
     static const struct qkv_arch_defaults DEFAULTS = {.n_kv_heads = 8, .max_positions = 131072};
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));
-    QKV_TRY(qkv_arch_rope(err, source, NULL, (struct qkv_key){"rope_theta", "rope.freq_base"}, 1e4,
-                          true, out));
+    QKV_TRY(
+        qkv_arch_rope(err, source, NULL, QKV_KEY("rope_theta", "rope.freq_base"), 1e4, true, out));
     int32_t window;
     QKV_TRY(qkv_arch_window(err, source, 4096, &window));
     for (int32_t i = 0; i < out->n_layers; i++) {

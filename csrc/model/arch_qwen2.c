@@ -7,8 +7,8 @@ enum qkv_status qkv_arch_qwen2(struct qkv_error *err, const struct qkv_source *s
     static const struct qkv_arch_defaults DEFAULTS = {.max_positions = 32768};
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));
-    QKV_TRY(qkv_arch_rope(err, source, NULL, (struct qkv_key){"rope_theta", "rope.freq_base"}, 1e4,
-                          true, out));
+    QKV_TRY(
+        qkv_arch_rope(err, source, NULL, QKV_KEY("rope_theta", "rope.freq_base"), 1e4, true, out));
     out->qkv_bias = true;
     return qkv_arch_qwen_windows(err, source, out);
 }

@@ -8,8 +8,8 @@ enum qkv_status qkv_arch_qwen3(struct qkv_error *err, const struct qkv_source *s
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));
     QKV_TRY(qkv_arch_biases(err, source, out));
-    QKV_TRY(qkv_arch_rope(err, source, NULL, (struct qkv_key){"rope_theta", "rope.freq_base"}, 1e4,
-                          true, out));
+    QKV_TRY(
+        qkv_arch_rope(err, source, NULL, QKV_KEY("rope_theta", "rope.freq_base"), 1e4, true, out));
     out->qk_norm = true;
     return qkv_arch_qwen_windows(err, source, out);
 }

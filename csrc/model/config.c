@@ -155,12 +155,11 @@ static enum qkv_status describe_json(struct qkv_error *err, const struct qkv_jso
         .object = root, .object_name = "config.json", .weights = weights};
     QKV_TRY(arch->describe(err, &source, out));
     QKV_TRY(read_eos(err, root, "config.json: eos_token_id", out));
-    QKV_TRY(qkv_source_int(err, &source, (struct qkv_key){"bos_token_id", NULL}, 0, out->vocab - 1,
+    QKV_TRY(qkv_source_int(err, &source, QKV_KEY("bos_token_id", NULL), 0, out->vocab - 1,
                            &out->bos_id));
-    QKV_TRY(qkv_source_text(err, &source, (struct qkv_key){"torch_dtype", NULL}, out->dtype,
-                            sizeof out->dtype));
-    return qkv_source_text(err, &source, (struct qkv_key){"dtype", NULL}, out->dtype,
-                           sizeof out->dtype);
+    QKV_TRY(
+        qkv_source_text(err, &source, QKV_KEY("torch_dtype", NULL), out->dtype, sizeof out->dtype));
+    return qkv_source_text(err, &source, QKV_KEY("dtype", NULL), out->dtype, sizeof out->dtype);
 }
 
 enum qkv_status qkv_model_config_parse(struct qkv_error *err, const char *json, size_t json_len,

@@ -10,7 +10,12 @@
 #include "base/status.h"
 #include "io/weights.h"
 
-enum { QKV_LAYERS_MAX = 512, QKV_EOS_MAX = 16, QKV_ROPES_MAX = 2 };
+enum {
+    QKV_LAYERS_MAX = 512,
+    QKV_EOS_MAX = 16,
+    QKV_ROPES_MAX = 2,
+    QKV_POSITIONS_MAX = 1 << 24 /* positions are exact in fp32, see backend.h */
+};
 
 enum qkv_rope_scaling {
     QKV_SCALING_NONE,

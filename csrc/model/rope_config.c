@@ -7,9 +7,7 @@
 
 #include "model/arch.h"
 
-enum { ROPE_NAME_BYTES = 64, POSITIONS_MAX = 1 << 24 };
-
-#define KEY(json_name, gguf_name) ((struct qkv_key){json_name, gguf_name})
+enum { ROPE_NAME_BYTES = 64 };
 
 static const double FACTOR_MIN = 1e-3;
 static const double FACTOR_MAX = 1e6;
@@ -30,9 +28,9 @@ static enum qkv_status need_factor(struct qkv_error *err, const struct qkv_sourc
 static enum qkv_status read_llama3(struct qkv_error *err, const struct qkv_source *params,
                                    struct qkv_rope_config *rope)
 {
-    QKV_TRY(need_factor(err, params, KEY("factor", NULL), &rope->factor));
-    QKV_TRY(need_factor(err, params, KEY("low_freq_factor", NULL), &rope->low_freq_factor));
-    QKV_TRY(need_factor(err, params, KEY("high_freq_factor", NULL), &rope->high_freq_factor));
+    QKV_TRY(need_factor(err, params, QKV_KEY("factor", NULL), &rope->factor));
+    QKV_TRY(need_factor(err, params, QKV_KEY("low_freq_factor", NULL), &rope->low_freq_factor));
+    QKV_TRY(need_factor(err, params, QKV_KEY("high_freq_factor", NULL), &rope->high_freq_factor));
     if (!(rope->high_freq_factor > rope->low_freq_factor)) {
         return qkv_fail(err, QKV_ERR_CHECKPOINT,
                         "%s: high_freq_factor %g must be above low_freq_factor %g",
@@ -45,33 +43,33 @@ static enum qkv_status read_yarn(struct qkv_error *err, const struct qkv_source 
                                  int32_t max_positions, struct qkv_rope_config *rope)
 {
     rope->factor = (double)max_positions / rope->original_positions;
-    QKV_TRY(qkv_source_real(err, params, KEY("factor", "rope.scaling.factor"), FACTOR_MIN,
+    QKV_TRY(qkv_source_real(err, params, QKV_KEY("factor", "rope.scaling.factor"), FACTOR_MIN,
                             FACTOR_MAX, &rope->factor));
     rope->beta_fast = 32.0;
     rope->beta_slow = 1.0;
-    QKV_TRY(qkv_source_real(err, params, KEY("beta_fast", "rope.scaling.yarn_beta_fast"),
+    QKV_TRY(qkv_source_real(err, params, QKV_KEY("beta_fast", "rope.scaling.yarn_beta_fast"),
                             FACTOR_MIN, FACTOR_MAX, &rope->beta_fast));
-    QKV_TRY(qkv_source_real(err, params, KEY("beta_slow", "rope.scaling.yarn_beta_slow"),
+    QKV_TRY(qkv_source_real(err, params, QKV_KEY("beta_slow", "rope.scaling.yarn_beta_slow"),
                             FACTOR_MIN, FACTOR_MAX, &rope->beta_slow));
     if (rope->beta_fast < rope->beta_slow) {
         return qkv_fail(err, QKV_ERR_CHECKPOINT,
                         "yarn: beta_fast %g must not be below beta_slow %g", rope->beta_fast,
                         rope->beta_slow);
     }
-    QKV_TRY(qkv_source_real(err, params, KEY("attention_factor", NULL), FACTOR_MIN, FACTOR_MAX,
+    QKV_TRY(qkv_source_real(err, params, QKV_KEY("attention_factor", NULL), FACTOR_MIN, FACTOR_MAX,
                             &rope->attention_factor));
-    QKV_TRY(qkv_source_real(err, params, KEY("mscale", NULL), 0.0, FACTOR_MAX, &rope->mscale));
-    QKV_TRY(qkv_source_real(err, params, KEY("mscale_all_dim", NULL), 0.0, FACTOR_MAX,
+    QKV_TRY(qkv_source_real(err, params, QKV_KEY("mscale", NULL), 0.0, FACTOR_MAX, &rope->mscale));
+    QKV_TRY(qkv_source_real(err, params, QKV_KEY("mscale_all_dim", NULL), 0.0, FACTOR_MAX,
                             &rope->mscale_all_dim));
     double on_top = 0.0;
-    QKV_TRY(qkv_source_real(err, params, KEY(NULL, "rope.scaling.attn_factor"), FACTOR_MIN,
+    QKV_TRY(qkv_source_real(err, params, QKV_KEY(NULL, "rope.scaling.attn_factor"), FACTOR_MIN,
                             FACTOR_MAX, &on_top));
     if (on_top != 0.0) { /* GGUF's multiplies what follows from the factor */
         rope->attention_factor =
             on_top * (rope->factor > 1.0 ? 0.1 * log(rope->factor) + 1.0 : 1.0);
     }
     rope->truncate = true;
-    return qkv_source_bool(err, params, KEY("truncate", NULL), &rope->truncate);
+    return qkv_source_bool(err, params, QKV_KEY("truncate", NULL), &rope->truncate);
 }
 
 /* `params` has the scaling; `top` is the whole config. */
@@ -80,14 +78,16 @@ static enum qkv_status read_scaling(struct qkv_error *err, const struct qkv_sour
                                     struct qkv_rope_config *rope)
 {
     /* A factor without a type is linear in GGUF, as llama.cpp has it. */
-    const bool bare_factor = qkv_source_has(params, KEY(NULL, "rope.scaling.factor"));
+    const bool bare_factor = qkv_source_has(params, QKV_KEY(NULL, "rope.scaling.factor"));
     char type[ROPE_NAME_BYTES] = "";
     (void)snprintf(type, sizeof type, "%s", bare_factor ? "linear" : "default");
-    QKV_TRY(qkv_source_text(err, params, KEY("type", NULL), type, sizeof type));
-    QKV_TRY(qkv_source_text(err, params, KEY("rope_type", "rope.scaling.type"), type, sizeof type));
+    QKV_TRY(qkv_source_text(err, params, QKV_KEY("type", NULL), type, sizeof type));
+    QKV_TRY(
+        qkv_source_text(err, params, QKV_KEY("rope_type", "rope.scaling.type"), type, sizeof type));
     double partial = 1.0;
-    QKV_TRY(qkv_source_real(err, top, KEY("partial_rotary_factor", NULL), 0.0, 1.0, &partial));
-    QKV_TRY(qkv_source_real(err, params, KEY("partial_rotary_factor", NULL), 0.0, 1.0, &partial));
+    QKV_TRY(qkv_source_real(err, top, QKV_KEY("partial_rotary_factor", NULL), 0.0, 1.0, &partial));
+    QKV_TRY(
+        qkv_source_real(err, params, QKV_KEY("partial_rotary_factor", NULL), 0.0, 1.0, &partial));
     if (partial != 1.0) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
                         "%s: partial_rotary_factor %g: only 1 is supported", params->object_name,
@@ -96,14 +96,14 @@ static enum qkv_status read_scaling(struct qkv_error *err, const struct qkv_sour
     rope->original_positions = max_positions;
     const struct qkv_key original = {"original_max_position_embeddings",
                                      "rope.scaling.original_context_length"};
-    QKV_TRY(qkv_source_int(err, params, original, 1, POSITIONS_MAX, &rope->original_positions));
-    QKV_TRY(qkv_source_int(err, top, original, 1, POSITIONS_MAX, &rope->original_positions));
+    QKV_TRY(qkv_source_int(err, params, original, 1, QKV_POSITIONS_MAX, &rope->original_positions));
+    QKV_TRY(qkv_source_int(err, top, original, 1, QKV_POSITIONS_MAX, &rope->original_positions));
     if (strcmp(type, "default") == 0 || strcmp(type, "none") == 0) {
         return QKV_OK;
     }
     if (strcmp(type, "linear") == 0) {
         rope->scaling = QKV_SCALING_LINEAR;
-        return need_factor(err, params, KEY("factor", "rope.scaling.factor"), &rope->factor);
+        return need_factor(err, params, QKV_KEY("factor", "rope.scaling.factor"), &rope->factor);
     }
     if (strcmp(type, "yarn") == 0) {
         rope->scaling = QKV_SCALING_YARN;
@@ -172,7 +172,7 @@ static enum qkv_status read_json_rope(struct qkv_error *err, const struct qkv_so
     if (has_scaling && params != NULL && layer_type != NULL) {
         const struct qkv_source both = {.object = params,
                                         .object_name = "config.json: rope_parameters"};
-        QKV_TRY(read_theta(err, &both, KEY("rope_theta", NULL), rope));
+        QKV_TRY(read_theta(err, &both, QKV_KEY("rope_theta", NULL), rope));
     }
     const struct qkv_source inner = {
         .object = has_scaling ? scaling : params,
@@ -182,7 +182,7 @@ static enum qkv_status read_json_rope(struct qkv_error *err, const struct qkv_so
         const struct qkv_source none = {.object_name = "config.json"};
         return scaled ? read_scaling(err, &none, source, max_positions, rope) : QKV_OK;
     }
-    QKV_TRY(read_theta(err, &inner, KEY("rope_theta", NULL), rope));
+    QKV_TRY(read_theta(err, &inner, QKV_KEY("rope_theta", NULL), rope));
     return read_scaling(err, &inner, source, max_positions, rope);
 }
 

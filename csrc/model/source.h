@@ -31,6 +31,8 @@ struct qkv_key {
     const char *gguf;
 };
 
+#define QKV_KEY(json_name, gguf_name) ((struct qkv_key){json_name, gguf_name})
+
 enum qkv_status qkv_source_int(struct qkv_error *err, const struct qkv_source *source,
                                struct qkv_key key, int32_t min, int32_t max, int32_t *inout);
 enum qkv_status qkv_source_real(struct qkv_error *err, const struct qkv_source *source,
