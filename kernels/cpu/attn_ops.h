@@ -17,6 +17,7 @@ enum {
      * sequence was cut. A multiple of QKV_PAGE_TOKENS. */
     QKV_ATTN_SEGMENT = 256,
     QKV_ATTN_SEGMENT_PAGES = QKV_ATTN_SEGMENT / QKV_PAGE_TOKENS,
+    QKV_ATTN_TILE_PAGES = 4, /* decoded at a time: 16 KiB of bf16 in 128 channels */
     /* Most query rows (tokens x heads that share a KV head) of a unit of work, unless one token
      * alone has more. */
     QKV_ATTN_ROWS = 64,
@@ -74,7 +75,7 @@ struct qkv_attn_work {
     float *l;       /* [R] */
     float *m_part;  /* [R] */
     float *l_part;  /* [R] */
-    void *k_tile;   /* [QKV_ATTN_SEGMENT_PAGES] decoded pages of keys, up to 4 bytes a channel */
+    void *k_tile;   /* [QKV_ATTN_TILE_PAGES] decoded pages of keys, up to 4 bytes a channel */
     void *v_tile;
 };
 
@@ -82,7 +83,8 @@ struct qkv_attn_work {
  * dimension. What the attention kernel computes with ("operand pages"):
  *   bf16  K [dim/2][16 tokens][2 channels], V [8 token pairs][dim][2 tokens]
  *   f32   K [dim][16 tokens], V [16 tokens][dim]
- * A load function turns a stored page into an operand page. */
+ * A load function turns a stored page into an operand page and fetches the one that it is told comes
+ * next into the cache. */
 struct qkv_cpu_kv_codec {
     /* x / scale is encoded; what that clipped, flushed to zero, and max |x| go into *counts. NULL:
      * this format is not built. */
@@ -92,10 +94,11 @@ struct qkv_cpu_kv_codec {
                     struct qkv_kv_counts *counts);
     bool direct_bf16; /* a stored page is an operand page of the bf16 arithmetic */
     bool direct_f32;
-    void (*load_k_bf16)(const void *page, int32_t dim, uint16_t *operand); /* NULL: no such path */
-    void (*load_v_bf16)(const void *page, int32_t dim, uint16_t *operand);
-    void (*load_k_f32)(const void *page, int32_t dim, float *operand);
-    void (*load_v_f32)(const void *page, int32_t dim, float *operand);
+    void (*load_k_bf16)(const void *page, int32_t dim, const void *next,
+                        uint16_t *operand); /* NULL: no such path */
+    void (*load_v_bf16)(const void *page, int32_t dim, const void *next, uint16_t *operand);
+    void (*load_k_f32)(const void *page, int32_t dim, const void *next, float *operand);
+    void (*load_v_f32)(const void *page, int32_t dim, const void *next, float *operand);
 };
 
 /* Log-sum-exp of a row and what else one pass gives. */

@@ -247,8 +247,8 @@ static void carve_work(struct carver *carver, const struct plan *plan, struct qk
     work->l = carve(carver, rows * sizeof(float));
     work->m_part = carve(carver, rows * sizeof(float));
     work->l_part = carve(carver, rows * sizeof(float));
-    work->k_tile = carve(carver, QKV_ATTN_SEGMENT * k_pad * sizeof(float));
-    work->v_tile = carve(carver, QKV_ATTN_SEGMENT * v_pad * sizeof(float));
+    work->k_tile = carve(carver, QKV_ATTN_TILE_PAGES * QKV_PAGE_TOKENS * k_pad * sizeof(float));
+    work->v_tile = carve(carver, QKV_ATTN_TILE_PAGES * QKV_PAGE_TOKENS * v_pad * sizeof(float));
 }
 
 static float *padded_norm(struct carver *carver, const struct qkv_buffer *norm, int32_t k_dim)

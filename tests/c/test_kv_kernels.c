@@ -35,11 +35,11 @@ static void load(const struct qkv_cpu_kv_codec *codec, const uint8_t *k, const u
         memcpy(out->k16, k, (size_t)(PAGE * dim) * 2);
         memcpy(out->v16, v, (size_t)(PAGE * dim) * 2);
     } else {
-        codec->load_k_bf16(k, dim, out->k16);
-        codec->load_v_bf16(v, dim, out->v16);
+        codec->load_k_bf16(k, dim, k, out->k16);
+        codec->load_v_bf16(v, dim, v, out->v16);
     }
-    codec->load_k_f32(k, dim, out->k32);
-    codec->load_v_f32(v, dim, out->v32);
+    codec->load_k_f32(k, dim, k, out->k32);
+    codec->load_v_f32(v, dim, v, out->v32);
 }
 
 /* Channel i of token t in each of the operand pages is `x`. */
