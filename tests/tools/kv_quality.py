@@ -2,8 +2,8 @@
 
     python tests/tools/kv_quality.py MODEL TEXT [--windows 16] [--length 512]
 
-TEXT is a text file (.gz is fine), WikiText-2's raw test set for the tables in the README. Windows of
-`length` tokens are scored, all formats as lanes of one engine over the same tokens; scales are
+TEXT is a text file (.gz is fine), WikiText-2's raw test set for the tables in the README. Windows
+of `length` tokens are scored, all formats as lanes of one engine over the same tokens; scales are
 calibrated on as many tokens of the text's end, which are not scored.
 """
 
@@ -11,6 +11,7 @@ import argparse
 import gzip
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ def windows(ids: list[int], n: int, length: int) -> list[list[int]]:
 
 
 def measure(
-    model: str, text: list[list[int]], formats: tuple[str, ...], **options: str
+    model: str, text: list[list[int]], formats: tuple[str, ...], **options: Any
 ) -> dict[str, tuple[float, float, float]]:
     """Per format: mean KL in nats, the 99th percentile of it, top-1 agreement."""
     with qkv.Engine(model, kv_cache_dtype=["bf16", *formats], **options) as engine:
