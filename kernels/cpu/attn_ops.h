@@ -83,8 +83,8 @@ struct qkv_attn_work {
  * dimension. What the attention kernel computes with ("operand pages"):
  *   bf16  K [dim/2][16 tokens][2 channels], V [8 token pairs][dim][2 tokens]
  *   f32   K [dim][16 tokens], V [16 tokens][dim]
- * A load function turns a stored page into an operand page and fetches the one that it is told comes
- * next into the cache. */
+ * A load function turns a stored page into an operand page and fetches the page that comes next
+ * into the cache. */
 struct qkv_cpu_kv_codec {
     /* x / scale is encoded; what that clipped, flushed to zero, and max |x| go into *counts. NULL:
      * this format is not built. */
