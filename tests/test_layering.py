@@ -37,6 +37,7 @@ def copy(tmp_path: Path) -> Path:
         ("csrc/kv/kv_formats.c", '#include "io/weights.h"', "kv may include"),
         ("csrc/model/model.h", "#include <Python.h>", "csrc/py only"),
         ("csrc/engine/scheduler.c", "#include <time.h>", "hold no clock"),
+        ("csrc/engine/waiting.c", '#include "base/os.h"', "hold no clock"),
         ("csrc/base/status.c", "#include <cuda.h>", "kernels/cuda only"),
         ("kernels/cpu/dispatch.c", "#include <immintrin.h>", "intrinsics are for"),
         ("kernels/cpu/dispatch.c", '#include "vec_avx2.h"', "only isa_*.c"),
