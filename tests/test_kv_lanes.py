@@ -248,7 +248,7 @@ def test_what_does_not_fit_a_group(
     sound: dict[str, Any] = {"max_tokens": 0, "logprob_start": 1, "group": 3, "group_size": 2}
     tokens = np.arange(1, 10, dtype=np.int32)
     first = engine.add(tokens, lane=0, **sound)
-    given = {"lane": 1, "tokens": tokens} | sound | options
+    given: dict[str, Any] = {"lane": 1, "tokens": tokens} | sound | options
     with pytest.raises(ValueError, match=match):
         engine.add(given.pop("tokens"), **given)
     assert run_dry(engine) == []  # the group still lacks a member
