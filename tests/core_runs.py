@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,23 @@ class Request:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def open_engine(path: Path, *, kv_tokens: int, n_lanes: int = 1, **options: Any) -> _core.Engine:
-    """An engine with a cache in its compute format."""
+#: Formats of K and V in each layer.
+Lane = Sequence[tuple[str, str]]
+
+LARGE = 8192  # tokens of a pool that never runs out
+
+
+def open_engine(
+    path: Path,
+    *,
+    kv_tokens: int,
+    n_lanes: int = 1,
+    lanes: Sequence[Lane] | None = None,
+    **options: Any,
+) -> _core.Engine:
+    """An engine with a cache in its compute format, or with the given lanes."""
+    if lanes is not None:
+        return _core.Engine(str(path), kv_formats=lanes, kv_tokens=kv_tokens, **options)
     checkpoint = _core.Checkpoint(str(path))
     n_layers = checkpoint.model_config()["n_layers"]
     checkpoint.close()
@@ -118,3 +134,62 @@ def mixed_requests(n: int, vocab: int, seed: int, *, longest: int = 100) -> list
 
 def vocab_of(path: Path) -> int:
     return int(json.loads((path / "config.json").read_text())["vocab_size"])
+
+
+def ordered(n: int, order: str) -> list[int]:
+    indices = list(range(n))
+    if order == "reversed":
+        indices.reverse()
+    elif order == "shuffled":
+        np.random.default_rng(n).shuffle(indices)
+    return indices
+
+
+def alone(path: Path, requests: list[Request], **options: Any) -> dict[int, _core.Result]:
+    options = {"threads": 1, "chunk_tokens": 512, "prefix_cache": False} | options
+    engine = open_engine(path, kv_tokens=LARGE, **options)
+    out = {}
+    for i in range(len(requests)):
+        out[i] = run(engine, requests, [i])[i]
+    engine.close()
+    return out
+
+
+def assert_same(
+    reference: dict[int, _core.Result], results: dict[int, _core.Result], what: object
+) -> None:
+    for i, result in results.items():
+        found = difference(reference[i], result)
+        assert not found, f"request {i} of {what}: {found}"
+
+
+def covering(factors: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """Few rows in which every pair of values of every two factors occurs (greedy choice)."""
+    names = list(factors)
+    open_pairs = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x in factors[a]
+        for y in factors[b]
+    }
+    every = [dict(zip(names, row, strict=True)) for row in itertools.product(*factors.values())]
+
+    def gain(row: dict[str, Any]) -> int:
+        return sum(p in open_pairs for p in itertools.combinations(row.items(), 2))
+
+    while open_pairs:
+        best = max(every, key=gain)
+        open_pairs -= set(itertools.combinations(best.items(), 2))
+        yield best
+
+
+def run_row(
+    path: Path, requests: list[Request], row: dict[str, Any], **more: Any
+) -> tuple[dict[int, _core.Result], dict[str, int]]:
+    options = dict(row)
+    n, order, arrive = (options.pop(k) for k in ("n", "order", "arrive"))
+    engine = open_engine(path, **options, **more)
+    results = run(engine, requests[:n], ordered(n, order), arrive=arrive)
+    counts = engine.counts()
+    engine.close()
+    return results, counts

@@ -5,17 +5,28 @@ without a prefix cache."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from core_runs import Request, difference, mixed_requests, open_engine, run
+from core_runs import (
+    LARGE,
+    Request,
+    alone,
+    assert_same,
+    covering,
+    mixed_requests,
+    open_engine,
+    ordered,
+    run,
+    run_row,
+)
 from qkv import _core
 
-LARGE, SMALL = 8192, 192
+SMALL = 192
 COUNTS = (1, 7, 64)
 CHUNKS = (16, 64, 512)
 ORDERS = ("given", "reversed", "shuffled")
@@ -26,33 +37,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 2},
     "gemma3": {"num_hidden_layers": 3},
 }
-
-
-def ordered(n: int, order: str) -> list[int]:
-    indices = list(range(n))
-    if order == "reversed":
-        indices.reverse()
-    elif order == "shuffled":
-        np.random.default_rng(n).shuffle(indices)
-    return indices
-
-
-def alone(path: Path, requests: list[Request], **options: Any) -> dict[int, _core.Result]:
-    options = {"threads": 1, "chunk_tokens": 512, "prefix_cache": False} | options
-    engine = open_engine(path, kv_tokens=LARGE, **options)
-    out = {}
-    for i in range(len(requests)):
-        out[i] = run(engine, requests, [i])[i]
-    engine.close()
-    return out
-
-
-def assert_same(
-    reference: dict[int, _core.Result], results: dict[int, _core.Result], what: object
-) -> None:
-    for i, result in results.items():
-        found = difference(reference[i], result)
-        assert not found, f"request {i} of {what}: {found}"
 
 
 @pytest.fixture(scope="module")
@@ -144,26 +128,6 @@ def test_the_guard_backend_gives_the_same_bits(
     engine.close()
 
 
-def covering(factors: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """Few rows in which every pair of values of every two factors occurs (greedy choice)."""
-    names = list(factors)
-    open_pairs = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(names, 2)
-        for x in factors[a]
-        for y in factors[b]
-    }
-    every = [dict(zip(names, row, strict=True)) for row in itertools.product(*factors.values())]
-
-    def gain(row: dict[str, Any]) -> int:
-        return sum(p in open_pairs for p in itertools.combinations(row.items(), 2))
-
-    while open_pairs:
-        best = max(every, key=gain)
-        open_pairs -= set(itertools.combinations(best.items(), 2))
-        yield best
-
-
 FACTORS: dict[str, tuple[Any, ...]] = {
     "n": COUNTS,
     "chunk_tokens": CHUNKS,
@@ -175,18 +139,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "max_running": (3, 64),
     "arrive": (0, 2),
 }
-
-
-def run_row(
-    path: Path, requests: list[Request], row: dict[str, Any], **more: Any
-) -> tuple[dict[int, _core.Result], dict[str, int]]:
-    options = dict(row)
-    n, order, arrive = (options.pop(k) for k in ("n", "order", "arrive"))
-    engine = open_engine(path, **options, **more)
-    results = run(engine, requests[:n], ordered(n, order), arrive=arrive)
-    counts = engine.counts()
-    engine.close()
-    return results, counts
 
 
 def other_settings() -> list[tuple[str, dict[str, Any]]]:
