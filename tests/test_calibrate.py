@@ -269,6 +269,7 @@ def test_prints(tiny: Callable[..., Path]) -> None:
         ("fp8_e4m3", {"per": "layer"}, ValueError, "layer.*tensor"),
         ("fp8_e4m3", {"plain": True, "per": "head"}, ValueError, "one number per layer"),
         ("fp8_e4m3", {"out": "x.txt"}, ValueError, "x.txt.*json"),
+        ("fp8_e4m3", {"out": "nowhere/x.json"}, ValueError, "no folder 'nowhere'"),
         ("fp8_e4m3", {"kv_cache_dtype": "bf16"}, TypeError, "bf16 cache|multiple values"),
     ],
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import kv_scales, options
+from qkv import kv_scales, options, planner
 from qkv.kv_scales import KvScale, SideFile, read_side_file, resolve
 
 N_LAYERS, N_HEADS = 2, 2
@@ -128,6 +128,12 @@ def test_model_whose_type_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text(json.dumps(side_file(GOOD)))
     with pytest.raises(qkv.CheckpointError, match="not known"):
         read_side_file(tmp_path / "s.json", n_layers=2, n_kv_heads=2, model_types=[])
+
+
+def test_every_format_is_known_here() -> None:
+    scaled, unscaled = set(kv_scales.LIMITS), set(kv_scales._UNSCALED) - {"float32"}
+    assert scaled | unscaled == set(options.kv_names()) == set(planner.KV_DTYPES)
+    assert not scaled & unscaled
 
 
 # Precedence.

@@ -307,6 +307,8 @@ def _paths(out: str | os.PathLike[str] | None) -> tuple[Path, Path] | None:
         path = path / "kv_scales.json"
     if path.suffix != ".json":
         raise ValueError(f"out={os.fspath(out)!r}: a folder, or a name that ends in .json")
+    if not path.parent.is_dir():  # known now, not after the prompts have run
+        raise ValueError(f"out={os.fspath(out)!r}: there is no folder {os.fspath(path.parent)!r}")
     return path, path.with_suffix(".safetensors")
 
 
@@ -334,6 +336,7 @@ def calibrate(
     plain: one number per layer for K and V, the larger: what SGLang's schema can say.
     max_tokens: also let the model write so many tokens after each prompt, and count them.
 
+    A prefix that prompts share is stored, and counted, once while it stays in the cache.
     A prompt that cannot be answered is a ValueError: the scales would not be those of the prompts.
     """
     _check(kv_cache_dtype, per, method, plain)
