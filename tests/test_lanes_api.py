@@ -154,6 +154,34 @@ def test_many_scored_rows_share_pages_and_slots(tiny: Callable[..., Path]) -> No
             assert np.array_equal(left, right), field
 
 
+def test_interrupted_comparison_leaves_nothing_behind(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = SMALL | {"chunk_tokens": 16, "max_running": 4}
+    with qkv.Engine(tiny("llama"), kv_cache_dtype=["bf16", "fp8_e4m3"], **small) as engine:
+        rows = prompts(512)
+        before = engine.score(rows, progress=False)
+        for n_steps in (1, 2, 5):
+            left = iter(range(n_steps))
+            pump = engine._pump
+
+            def stop(left: Any = left, pump: Any = pump) -> int:
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                n_tokens: int = pump()
+                return n_tokens
+
+            monkeypatch.setattr(engine, "_pump", stop)
+            with pytest.raises(KeyboardInterrupt):
+                engine.score(rows[::-1], progress=False)
+            monkeypatch.undo()
+            assert not engine._seqs
+            after = engine.score(rows, progress=False)
+            for one, other in zip(before, after, strict=True):
+                kl, again = (score.lanes["fp8_e4m3"].kl for score in (one, other))
+                assert kl is not None and again is not None and np.array_equal(kl, again)
+
+
 # Sizes.
 
 
