@@ -126,7 +126,10 @@ static void put_code(int32_t code_bits, uint8_t *codes, int32_t i, uint8_t code)
 
 static uint8_t get_code(int32_t code_bits, const uint8_t *codes, int32_t i)
 {
-    return code_bits == 8 ? codes[i] : (uint8_t)((codes[i / 2] >> (i % 2 * 4)) & 15);
+    if (code_bits == 8) {
+        return codes[i];
+    }
+    return (uint8_t)((codes[i / 2] >> (i % 2 * 4)) & 15);
 }
 
 /* Channels [begin, end). */

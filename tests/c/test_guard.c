@@ -77,6 +77,12 @@ struct outcome {
     float logprob[1];
     size_t weight_bytes;
     size_t kv_bytes;
+    struct qkv_kv_counts k_counts[1];
+    struct qkv_kv_counts v_counts[1];
+    uint64_t histogram[QKV_KV_HISTOGRAM_BINS];
+    double kl_pq[1];
+    double kl_qp[1];
+    uint8_t top1[1];
 };
 
 static struct qkv_buffer *filled_buffer(const struct qkv_backend *be, struct qkv_device *dev,
@@ -109,6 +115,24 @@ static struct qkv_weight *filled_weight(const struct qkv_backend *be, struct qkv
     return weight;
 }
 
+/* What was stored by the layer, and two rows of y (as logits) compared. */
+static void ask(const struct qkv_backend *be, struct qkv_device *dev, struct qkv_kv *kv,
+                struct qkv_buffer *x, const struct qkv_buffer *y, struct outcome *out)
+{
+    float k_scale[1] = {0.25f};
+    float v_scale[1] = {0.5f};
+    int32_t rows[2] = {2, 0};
+    struct qkv_divergence_pair pair = {0, 1};
+    struct qkv_divergence_out compared = {out->kl_pq, out->kl_qp, out->top1};
+    CHECK_OK(be->kv_counts(&err, dev, kv, 0, out->k_counts, out->v_counts), err);
+    CHECK_OK(be->kv_histogram(&err, dev, kv, 0, 0, true, out->histogram), err);
+    CHECK_OK(be->kv_observe(&err, dev, kv, false), err);
+    CHECK_OK(be->kv_counts_reset(&err, dev, kv), err);
+    CHECK_OK(be->kv_set_scales(&err, dev, kv, 0, k_scale, v_scale), err);
+    CHECK_OK(be->copy_rows(&err, dev, x, 0, y, rows, 2, 32), err);
+    CHECK_OK(be->divergence(&err, dev, x, 32, &pair, 1, &compared), err);
+}
+
 static void run_layer(const struct qkv_backend *be, struct outcome *out)
 {
     enum { DIM = 32, ROWS = 3 };
@@ -127,14 +151,15 @@ static void run_layer(const struct qkv_backend *be, struct outcome *out)
     struct qkv_rope_desc rope_desc = {8, inv_freq, 1, QKV_ROPE_HALVES};
     struct qkv_rope *rope = NULL;
     CHECK_OK(be->rope_create(&err, dev, &rope_desc, &rope), err);
-    struct qkv_kv_layer layer = {1, 16, 16, QKV_KV_BF16, QKV_KV_BF16};
+    struct qkv_kv_layer layer = {1, 16, 16, QKV_KV_E4M3, QKV_KV_NVFP4};
     struct qkv_kv_desc kv_desc = {&layer, 1, 2};
     struct qkv_kv *kv = NULL;
     CHECK_OK(be->kv_create(&err, dev, &kv_desc, &kv), err);
     int32_t pages[1] = {1};
     CHECK_OK(be->kv_zero(&err, dev, kv, pages, 1), err);
-    struct qkv_support_query query = {QKV_FORMAT_F32, QKV_KV_BF16, QKV_KV_BF16, 16, 16};
+    struct qkv_support_query query = {QKV_FORMAT_F32, QKV_KV_E4M3, QKV_KV_NVFP4, 16, 16};
     CHECK_OK(be->supports(&err, dev, &query), err);
+    CHECK_OK(be->kv_observe(&err, dev, kv, true), err);
 
     int32_t tokens[ROWS] = {3, 15, 0};
     int32_t positions[ROWS] = {0, 1, 2};
@@ -164,6 +189,7 @@ static void run_layer(const struct qkv_backend *be, struct outcome *out)
     CHECK_OK(be->sample(&err, dev, x, DIM, &row, 1, &sampled), err);
     CHECK_OK(be->sync(&err, dev), err);
     CHECK_OK(be->download(&err, dev, x, 0, out->x, sizeof out->x), err);
+    ask(be, dev, kv, x, y, out);
     out->weight_bytes = be->weight_bytes(w);
     out->kv_bytes = be->kv_bytes(kv);
     struct qkv_device_info info;
@@ -194,6 +220,15 @@ static void test_same_results(void)
     CHECK_EQ_FLOAT(plain.logprob[0], guarded.logprob[0]);
     CHECK_EQ_INT(plain.weight_bytes, guarded.weight_bytes);
     CHECK_EQ_INT(plain.kv_bytes, guarded.kv_bytes);
+    CHECK_EQ_INT(plain.kv_bytes, 2 * QKV_PAGE_TOKENS * (16 + 8 + 1));
+    CHECK_EQ_INT(plain.k_counts[0].n_values, 3 * 16);
+    CHECK(memcmp(plain.k_counts, guarded.k_counts, sizeof plain.k_counts) == 0);
+    CHECK(memcmp(plain.v_counts, guarded.v_counts, sizeof plain.v_counts) == 0);
+    CHECK(memcmp(plain.histogram, guarded.histogram, sizeof plain.histogram) == 0);
+    CHECK(plain.kl_pq[0] > 0.0);
+    CHECK_EQ_FLOAT(plain.kl_pq[0], guarded.kl_pq[0]);
+    CHECK_EQ_FLOAT(plain.kl_qp[0], guarded.kl_qp[0]);
+    CHECK_EQ_INT(plain.top1[0], guarded.top1[0]);
 }
 
 static void test_open_fails(void)
