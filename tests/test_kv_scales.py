@@ -124,6 +124,15 @@ def test_bad_files(tmp_path: Path, content: Any, words: str) -> None:
     assert "s.json" in str(caught.value)
 
 
+def test_file_that_is_too_large(tmp_path: Path) -> None:
+    """A gigabyte was read, whatever stood in it."""
+    path = tmp_path / "s.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(qkv.CheckpointError, match="s.json: 1099511627776 bytes"):
+        read_side_file(path, n_layers=N_LAYERS, n_kv_heads=N_HEADS)
+
+
 def test_model_whose_type_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text(json.dumps(side_file(GOOD)))
     with pytest.raises(qkv.CheckpointError, match="not known"):
@@ -221,8 +230,22 @@ def test_lanes_have_their_own() -> None:
 
 
 def test_file_for_another_format_is_refused() -> None:
-    with pytest.raises(qkv.CheckpointError, match="s.json.*fp8_e4m3.*is bf16"):
-        resolve(lanes("bf16"), n_kv_heads=N_HEADS, file=FILE, carried=CARRIED)
+    with pytest.raises(qkv.CheckpointError, match="s.json.*fp8_e4m3.*is bf16, fp8_e5m2"):
+        resolve(lanes("bf16", "fp8_e5m2"), n_kv_heads=N_HEADS, file=FILE, carried=CARRIED)
+
+
+@pytest.mark.parametrize(
+    ("kv", "reason"), [("bf16", "bf16 cache"), ("mxfp8", "block exponents only")]
+)
+def test_file_for_a_cache_without_scales_is_listed(
+    caplog: pytest.LogCaptureFixture, kv: str, reason: str
+) -> None:
+    """So that one command line serves both sides of a comparison. It was an error."""
+    found = resolve(lanes(kv), n_kv_heads=N_HEADS, file=FILE, carried=[])
+    assert (found.values == 1).all() and len(found.rows) == 2 * N_LAYERS
+    assert {(r.source, r.applied, r.reason) for r in found.rows} == {("file s.json", False, reason)}
+    kv_scales.write_log(found)
+    assert any(r.levelno == logging.WARNING and "s.json" in r.getMessage() for r in caplog.records)
 
 
 def test_what_cannot_be_applied_is_listed() -> None:

@@ -38,6 +38,9 @@ _UNSCALED = {
 _FILE_DTYPES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "nvfp4": "nvfp4"}
 _DTYPE_NAMES = {kv: name for name, kv in _FILE_DTYPES.items()}
 
+# Far above any file's: a thousand layers of a thousand heads would take 48 MB.
+_MAX_FILE_BYTES = 64 << 20
+
 # As the engine takes scales: float32.
 _SMALLEST, _LARGEST = (
     float(np.finfo(np.float32).smallest_subnormal),
@@ -115,6 +118,9 @@ class _Reader:
 
     def content(self) -> Mapping[str, Any]:
         try:
+            n_bytes = self._path.stat().st_size
+            if n_bytes > _MAX_FILE_BYTES:
+                raise self.fail(f"{n_bytes} bytes, a file of scales has at most {_MAX_FILE_BYTES}")
             text = self._path.read_text(encoding="utf-8")
             content = json.loads(text, object_pairs_hook=_no_duplicates)
         except (OSError, ValueError, RecursionError) as error:
@@ -383,6 +389,7 @@ class KvScaleTable(Sequence[KvScale]):
 class Resolved:
     values: Values  # [n_lanes, n_layers, 2, n_kv_heads]
     rows: list[KvScale]
+    file: str | None = None  # the side file's source, if there is one
 
 
 _LISTED = {
@@ -482,9 +489,10 @@ def resolve(
     query_dtype: str = "bf16",
 ) -> Resolved:
     """Scales of every lane, by precedence: file, checkpoint, 1.0. CheckpointError if there is a
-    file and no lane has its format."""
+    file for another format than the lanes' with a scale; where they have none, the file's are
+    listed as not applied."""
     asked = {name for lane in lanes for pair in lane.layers for name in pair}
-    if file is not None and file.kv_dtype not in asked:
+    if file is not None and file.kv_dtype not in asked and not asked.isdisjoint(LIMITS):
         raise _core.CheckpointError(
             f"{file.name}: its scales are for {file.kv_dtype}, kv_cache_dtype is "
             f"{', '.join(sorted(asked))}"
@@ -492,12 +500,20 @@ def resolve(
     resolver = _Resolver(file, carried, n_kv_heads, query_dtype)
     done = [resolver.lane(lane) for lane in lanes]
     rows = [row for _, lane_rows in done for row in lane_rows]
-    return Resolved(np.stack([values for values, _ in done]), rows)
+    return Resolved(
+        np.stack([values for values, _ in done]), rows, None if file is None else file.source
+    )
 
 
 def write_log(resolved: Resolved) -> None:
     """Says what is used, once per lane, and warns of scales that are 1.0 for want of any."""
     by_lane: dict[str, list[KvScale]] = {}
+    if resolved.file is not None and not any(
+        row.applied and row.source == resolved.file for row in resolved.rows
+    ):
+        _log.warning(
+            "KV scales: no lane's format has a scale, none of %s is applied", resolved.file
+        )
     for row in resolved.rows:
         by_lane.setdefault(row.lane, []).append(row)
     for lane, rows in by_lane.items():
