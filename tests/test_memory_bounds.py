@@ -101,6 +101,7 @@ def test_memory_says_what_the_process_grows_by(demo_model: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_scoring_two_lanes_of_a_long_prompt(qwen_model: Path) -> None:
     """4,096 tokens of a 0.5B model: at most 100 MiB above weights and pools."""
     grown, told, fixed = growth(qwen_model, 4096)
