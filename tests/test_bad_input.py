@@ -456,6 +456,25 @@ def test_bad_engine_options(tiny: Callable[..., Path], option: dict[str, Any], w
         qkv.Engine(tiny("llama"), **option).close()
 
 
+def test_a_pool_larger_than_the_memory(tiny: Callable[..., Path]) -> None:
+    """Not left to the moment when the system notices that it promised too much."""
+    with pytest.raises(MemoryError, match=r"kv_tokens=2147483647: 512\.00 GiB.* are free"):
+        qkv.Engine(tiny("llama"), kv_tokens=2**31 - 1)
+
+
+def test_options_may_be_numpy_numbers(tiny: Callable[..., Path]) -> None:
+    folder = tiny("llama")
+    with qkv.Engine(
+        folder,
+        kv_tokens=np.int64(100),
+        threads=np.int32(1),
+        chunk_tokens=np.uint8(16),
+    ) as engine:
+        assert engine.info["kv_tokens"] == 96
+        assert engine.generate([[1, 2, 3]], GREEDY, progress=False)[0].error is None
+    qkv.Engine(folder, threads=1, mem_fraction=np.float32(0.001)).close()
+
+
 def test_an_instruction_set_that_is_not_there(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

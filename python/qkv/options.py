@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -276,20 +277,26 @@ def pool_tokens(
     quarter of the memory that the weights leave free."""
     if kv_tokens is not None and mem_fraction is not None:
         raise ValueError("kv_tokens and mem_fraction both set the size of the KV pool: give one")
-    if kv_tokens is not None:
-        integer("kv_tokens", kv_tokens, PAGE_TOKENS)
-        return kv_tokens // PAGE_TOKENS * PAGE_TOKENS
     free = free_memory()
+    if kv_tokens is not None:
+        tokens = integer("kv_tokens", kv_tokens, PAGE_TOKENS) // PAGE_TOKENS * PAGE_TOKENS
+        if tokens * bytes_per_token > free:
+            # The system would promise it and end the process when it is used.
+            raise MemoryError(
+                f"kv_tokens={kv_tokens}: {tokens * bytes_per_token / 2**30:.2f} GiB, "
+                f"{free / 2**30:.2f} GiB are free"
+            )
+        return tokens
     if mem_fraction is None:
         budget = max(free - weights_bytes, 0) // 4
         tokens = min(budget // bytes_per_token, needed)
     else:
-        if isinstance(mem_fraction, bool) or not isinstance(mem_fraction, (int, float)):
+        if isinstance(mem_fraction, bool) or not isinstance(mem_fraction, Real):
             raise TypeError(f"mem_fraction={mem_fraction!r}: a number is needed")
         if not 0.0 < mem_fraction <= 1.0:
             raise ValueError(f"mem_fraction={mem_fraction}: must be in (0, 1]")
         # The fraction of the free memory for weights and cache together, as SGLang counts it.
-        budget = int(free * mem_fraction) - weights_bytes
+        budget = int(free * float(mem_fraction)) - weights_bytes
         tokens = min(max(budget, 0) // bytes_per_token, 2**31 - PAGE_TOKENS)
     tokens = tokens // PAGE_TOKENS * PAGE_TOKENS
     if tokens < PAGE_TOKENS:
