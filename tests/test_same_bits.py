@@ -93,6 +93,7 @@ def check_full_cross(
     assert n_reused > 0, "the prefix cache was never hit"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen3"])
 def test_full_cross(
@@ -141,12 +142,13 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def other_settings() -> list[tuple[str, dict[str, Any]]]:
+def other_settings() -> list[Any]:
     out: list[tuple[str, dict[str, Any]]] = [("gemma3", {})]
     out += [(arch, {"compute_dtype": "float32"}) for arch in ("llama", "gemma3")]
     usable = [name for name, is_usable in _core.isas() if is_usable]
     out += [("mistral", {"isa": name}) for name in usable[1:]]  # the best one is the default
-    return out
+    slow = pytest.mark.slow
+    return [pytest.param(*row, marks=slow if "scalar" in str(row) else ()) for row in out]
 
 
 @pytest.mark.parametrize(("arch", "options"), other_settings(), ids=str)
@@ -213,6 +215,7 @@ def test_samples_of_one_prompt_differ_and_repeat(tiny: Callable[..., Path]) -> N
     engine.close()
 
 
+@pytest.mark.slow
 def test_demo_model(demo_model: Path) -> None:
     """Factors that a real model's size could upset, every pair of them."""
     factors = {k: v for k, v in FACTORS.items() if k not in ("offline", "max_running", "arrive")}
