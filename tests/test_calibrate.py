@@ -133,6 +133,10 @@ def test_layer_of_zeros_and_of_infinities() -> None:
     x[0, 1, 0, 3] = np.inf
     with pytest.raises(ValueError, match="layer 0: V has values that are not finite"):
         find_scales(*histogram_of(x), "fp8_e4m3")
+    x[0, 1, 0, 3] = np.nan  # was passed over
+    counts, _ = histogram_of(x)
+    with pytest.raises(ValueError, match="layer 0: V has values that are not finite"):
+        find_scales(counts, np.zeros((1, 2, 1), np.float32), "fp8_e4m3")
 
 
 # With an engine.
@@ -307,3 +311,17 @@ def test_command(
     assert len(content["kv_cache"]["scaling_factor"]["0"]["0"]["k"]) == 2
     assert cli.main([*args, "--kv-cache-dtype", "mxfp8"]) == 2
     assert "no scale" in capsys.readouterr().err
+
+
+def test_command_reads_a_file(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """It failed on every --input, for want of generate's --output."""
+    args = ["calibrate", "--model", str(tiny("llama")), "--kv-tokens", "1024", "--threads", "1"]
+    args += ["--no-progress", "--out", str(tmp_path / "s.json"), "--input"]
+    (tmp_path / "lines.txt").write_text("The fox\nThe dog\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "The fox"}\n{"prompt_token_ids": [1, 2]}\n')
+    for name in ("lines.txt", "rows.jsonl"):
+        (tmp_path / "s.json").unlink(missing_ok=True)
+        assert cli.main([*args, str(tmp_path / name)]) == 0
+        assert json.loads((tmp_path / "s.json").read_text())["calibration"]["prompts"] == 2
+    (tmp_path / "s.jsonl").write_text("")
+    assert cli.main([*args, str(tmp_path / "nowhere.txt")]) == 2

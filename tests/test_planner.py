@@ -290,6 +290,37 @@ def test_engine_counts_as_the_plan_does(tiny: Callable[..., Path]) -> None:
         (QWEN3_8B, {"kv_cache_dtypes": ["auto"]}, "auto"),
         (QWEN3_8B, {"kv_cache_dtypes": ["fp7"]}, "fp7"),
         ({**QWEN3_8B, "layer_types": ["linear_attention"] * 36}, {"weights_gib": 1}, "no layer"),
+        (QWEN3_8B, {"memory_gib": 1e300}, "memory_gib=1e.300"),
+        (QWEN3_8B, {"weights_gib": -5}, "weights_gib=-5"),
+        (QWEN3_8B, {"weights_gib": float("nan")}, "weights_gib=nan"),
+        (QWEN3_8B, {"mem_fraction": float("nan")}, "mem_fraction=nan"),
+        ({**QWEN3_8B, "num_hidden_layers": 2**40}, {}, "num_hidden_layers is 1099.*at most"),
+        ({**QWEN3_8B, "hidden_size": 10**400}, {}, "hidden_size is 1000"),
+        ({**QWEN3_8B, "intermediate_size": None}, {}, "intermediate_size is None"),
+        ({**QWEN3_8B, "num_key_value_heads": {}}, {}, r"num_key_value_heads is {}"),
+        ({**QWEN3_8B, "num_key_value_heads": [True] * 36}, {}, r"num_key_value_heads \[True"),
+        ({**QWEN3_8B, "layer_types": "x" * 36}, {}, "layer_types 'xxx"),
+        ({**QWEN3_8B, "layer_types": [None] * 36}, {}, r"layer_types \[None"),
+        ({**QWEN3_8B, "quantization_config": "fp8"}, {}, "quantization_config is 'fp8'"),
+        (
+            {
+                **QWEN3_8B,
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "config_groups": {"g": 5},
+                },
+            },
+            {},
+            "config: g is 5",
+        ),
+        ({**QWEN3_30B, "mlp_only_layers": 5}, {}, "mlp_only_layers is 5"),
+        ({**QWEN3_30B, "first_k_dense_replace": 99}, {}, "99 layers without experts, of 48"),
+        ({**KIMI_K2, "qk_rope_head_dim": None}, {}, "qk_rope_head_dim is None"),
+        (
+            KIMI_K2,
+            {"weights_gib": 1, "kv_cache_dtypes": [{"k": "fp8_e4m3", "v": "bf16"}]},
+            "with MLA K and V are one row",
+        ),
     ],
 )
 def test_refuses(config: dict[str, Any], options_: dict[str, Any], words: str) -> None:
@@ -297,8 +328,19 @@ def test_refuses(config: dict[str, Any], options_: dict[str, Any], words: str) -
         plan(config, **{"memory_gib": 100, **options_})
 
 
-def test_refuses_files(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
+@pytest.mark.parametrize(
+    "options_",
+    [{"memory_gib": "5"}, {"weights_gib": True}, {"mem_fraction": None}, {"kv_cache_dtypes": 5}],
+)
+def test_refuses_types(options_: dict[str, Any]) -> None:
+    (name,) = options_
+    with pytest.raises(TypeError, match=f"{name}="):
+        plan(QWEN3_8B, **{"memory_gib": 100, **options_})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100000])
+def test_refuses_files(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match="config.json"):
         plan(tmp_path, memory_gib=1)
     with pytest.raises(_core.CheckpointError, match="no such file"):

@@ -29,6 +29,7 @@ F64 = NDArray[np.float64]
 _FLOATS = {"fp8_e4m3": (3, -6), "fp8_e5m2": (2, -14)}
 
 _BINS = 2048
+_NOT_FINITE = 0x7F8  # the bin of infinity, those of NaN after it
 _SUB = 16  # points in each bin: its centre alone would be a tie of e4m3 at every power of two
 _STEPS = 8  # candidates per octave
 _OCTAVES = 6
@@ -236,7 +237,8 @@ def find_scales(
         parts: list[list[tuple[F64, F64]]] = []
         for half in range(2):
             largest = amax[layer, half].astype(np.float64)
-            if not np.isfinite(largest).all():
+            # Largest magnitudes pass over NaN.
+            if not np.isfinite(largest).all() or histogram[layer, half, :, _NOT_FINITE:].any():
                 kind = "KV"[half]
                 raise ValueError(f"layer {layer}: {kind} has values that are not finite")
             heads = [

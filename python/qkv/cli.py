@@ -219,7 +219,7 @@ def _check_files(source: str, target: str | None) -> None:
 
 
 def _prompts(
-    args: argparse.Namespace,
+    args: argparse.Namespace, output: str | None
 ) -> tuple[Iterable[Any], Sequence[tasks.Question], Sequence[str]]:
     """Rows; the items of a data set; what was asked, where that is known beforehand (else the
     prompt itself is shown, template and all)."""
@@ -234,7 +234,7 @@ def _prompts(
         asked = [question.question for question in questions]
         rows = [{"prompt": question.question, "key": question.key} for question in questions]
     elif args.input is not None:
-        _check_files(args.input, args.output)
+        _check_files(args.input, output)
         rows = _read_rows(args.input)
         if args.limit is not None:
             rows = (row for _, row in zip(range(args.limit), rows, strict=False))
@@ -296,7 +296,7 @@ def _generate(args: argparse.Namespace) -> int:
     params = _sampling(args)
     if args.limit is not None and args.limit < 1:
         raise _Problem(f"--limit {args.limit}: must be at least 1")
-    rows, questions, asked = _prompts(args)
+    rows, questions, asked = _prompts(args, args.output)
     to_file = args.output not in (None, "-")
     failed = 0
     with _open(args) as engine, _sink(args.output) as file:
@@ -401,7 +401,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    rows, _, _ = _prompts(args)
+    rows, _, _ = _prompts(args, args.out)
     if args.kv_cache_dtype == "auto":
         raise _Problem("--kv-cache-dtype auto: name the format to calibrate")
     target, args.kv_cache_dtype = args.kv_cache_dtype, "bf16"

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from . import _core, models, options
 from .params import integer
 
 GIB = 2**30
+_MOST_GIB = 2**30
 
 #: What a plan compares unless told otherwise: every format that a user can choose.
 KV_DTYPES = ("bf16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "nvfp4", "fp4_mx_block16")
@@ -71,17 +73,35 @@ def _by_layer(kv_dtype: str | options.KvLayers, n_layers: int) -> options.KvLaye
 
 # Configs.
 
+# No model's number is near it, and no product of some of them is beyond a float.
+_LARGEST = 2**31 - 1
+_MOST_LAYERS = 4096
 
-def _need(config: Mapping[str, Any], key: str) -> int:
+
+def _need(config: Mapping[str, Any], key: str, largest: int = _LARGEST) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"config: {key} is {value!r}, a plan needs a number of at least 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+        raise ValueError(
+            f"config: {key} is {value!r:.60}, a plan needs a number of at least 1 "
+            f"(and at most {largest})"
+        )
     return value
 
 
 def _maybe(config: Mapping[str, Any], key: str) -> int:
-    """0 where the key is absent or null."""
-    return _need(config, key) if config.get(key) else 0
+    """0 where the key is absent, null or 0."""
+    value = config.get(key)
+    return 0 if value is None or (value == 0 and value is not False) else _need(config, key)
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object; empty where the key is absent or null."""
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"config: {key} is {value!r:.60}, must be an object")
+    return value
 
 
 def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -96,9 +116,10 @@ def _layer_kinds(config: Mapping[str, Any], n_layers: int) -> Sequence[str]:
     kinds = config.get("layer_types")
     if kinds is None:
         return ["full_attention" if w == 0 else "sliding" for w in _old_windows(config, n_layers)]
-    if not isinstance(kinds, Sequence) or len(kinds) != n_layers:
+    is_list = isinstance(kinds, (list, tuple)) and all(isinstance(kind, str) for kind in kinds)
+    if not is_list or len(kinds) != n_layers:
         raise ValueError(f"config: layer_types {kinds!r:.60} for {n_layers} layers")
-    return [str(kind) for kind in kinds]
+    return list(kinds)
 
 
 def _old_windows(config: Mapping[str, Any], n_layers: int) -> list[int]:
@@ -119,7 +140,8 @@ def _layer_heads(config: Mapping[str, Any], n_layers: int, n_heads: int) -> list
     """KV heads by layer: a number, or a list of them (0: a layer without attention)."""
     given = config.get("num_key_value_heads")
     if isinstance(given, (list, tuple)):
-        if len(given) != n_layers or not all(isinstance(n, int) and n >= 0 for n in given):
+        numbers = all(type(n) is int and 0 <= n <= _LARGEST for n in given)
+        if len(given) != n_layers or not numbers:
             raise ValueError(f"config: num_key_value_heads {given!r:.60} for {n_layers} layers")
         return list(given)
     return [_maybe(config, "num_key_value_heads") or n_heads] * n_layers
@@ -128,7 +150,7 @@ def _layer_heads(config: Mapping[str, Any], n_layers: int, n_heads: int) -> list
 def kv_shape(config: Mapping[str, Any]) -> KvShape:
     """Reads the numbers of a Hugging Face config.json (as a dictionary)."""
     config = _language_model(config)
-    n_layers = _need(config, "num_hidden_layers")
+    n_layers = _need(config, "num_hidden_layers", _MOST_LAYERS)
     kinds = _layer_kinds(config, n_layers)
     window = _maybe(config, "sliding_window")
     windows = tuple(window if "sliding" in kind else 0 for kind in kinds)
@@ -150,7 +172,7 @@ def kv_shape(config: Mapping[str, Any]) -> KvShape:
 
 def _grouped(n_bits: Any, group: Any, per_group: float) -> float:
     """Bytes per weight of n_bits with so many bytes of scale and minimum for each group."""
-    if not isinstance(n_bits, int) or not 1 <= n_bits <= 16:
+    if type(n_bits) is not int or not 1 <= n_bits <= 16:
         raise ValueError(f"config: {n_bits!r} bits per weight, must be within 1 and 16")
     size = group if isinstance(group, int) and group > 0 else 0
     return n_bits / 8 + (per_group / size if size else 0.0)
@@ -158,7 +180,7 @@ def _grouped(n_bits: Any, group: Any, per_group: float) -> float:
 
 def _bytes_per_weight(config: Mapping[str, Any]) -> float:
     """Of the linear layers, from the quantization that the config declares."""
-    quantized = config.get("quantization_config") or config.get("quantization") or {}
+    quantized = _section(config, "quantization_config") or _section(config, "quantization")
     method = str(quantized.get("quant_method", "")).lower()
     algo = _MODELOPT_ALGOS.get(str(quantized.get("quant_algo", "")).upper())
     known = _WEIGHT_BYTES.get(algo or method)
@@ -176,7 +198,7 @@ def _bytes_per_weight(config: Mapping[str, Any]) -> float:
         return 0.5 + 4 / 64 if quantized.get("load_in_4bit") else 1.0
     groups = quantized.get("config_groups")
     if method == "compressed-tensors" and isinstance(groups, Mapping) and groups:
-        weights = next(iter(groups.values())).get("weights") or {}
+        weights = _section(_section(groups, next(iter(groups))), "weights")
         scale = 1 if weights.get("num_bits") == 4 and weights.get("type") == "float" else 2
         return _grouped(weights.get("num_bits"), weights.get("group_size"), scale)
     raise ValueError(
@@ -209,8 +231,13 @@ def _ffn_weights(config: Mapping[str, Any], n_layers: int) -> int:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     n_experts = next((_need(config, name) for name in names if config.get(name)), 0)
     if not n_experts:
-        return n_layers * 3 * hidden * ffn
-    n_dense = _maybe(config, "first_k_dense_replace") or len(config.get("mlp_only_layers") or ())
+        return n_layers * 3 * hidden * _need(config, "intermediate_size")
+    dense = config.get("mlp_only_layers") or ()
+    if not isinstance(dense, (list, tuple)):
+        raise ValueError(f"config: mlp_only_layers is {dense!r:.60}, must be a list")
+    n_dense = _maybe(config, "first_k_dense_replace") or len(dense)
+    if n_dense > n_layers:
+        raise ValueError(f"config: {n_dense} layers without experts, of {n_layers} layers")
     expert = 3 * hidden * (_maybe(config, "moe_intermediate_size") or ffn)
     n_shared = _maybe(config, "n_shared_experts")
     sparse = expert * (n_experts + n_shared) + n_experts * hidden
@@ -263,7 +290,7 @@ def _gguf_shape(metadata: Mapping[str, Any]) -> KvShape:
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(config, Mapping):
         raise ValueError(f"{path}: not an object")
@@ -436,6 +463,8 @@ def _lanes(kv_cache_dtypes: Any, shape: KvShape) -> dict[str, options.KvLayers]:
     n_layers = len(shape.layers)
     if isinstance(kv_cache_dtypes, (str, Mapping)):
         kv_cache_dtypes = [kv_cache_dtypes]
+    if not isinstance(kv_cache_dtypes, (list, tuple)):
+        raise TypeError(f"kv_cache_dtypes={kv_cache_dtypes!r:.60}: a list of formats is needed")
     found: dict[str, options.KvLayers] = {}
     for given in kv_cache_dtypes:
         if given == DS_MLA:
@@ -444,18 +473,33 @@ def _lanes(kv_cache_dtypes: Any, shape: KvShape) -> dict[str, options.KvLayers]:
         if given == "auto":
             raise ValueError("kv_cache_dtypes: 'auto' names no format, a plan needs one")
         lane = options.lanes(given, n_layers, compute_dtype="bf16", declared="")[0]
+        if shape.latent and any(k != v for k, v in lane.layers):
+            raise ValueError(f"kv_cache_dtypes: {lane.name}, but with MLA K and V are one row")
         found[lane.name] = lane.layers
     if not found:
         raise ValueError("kv_cache_dtypes is empty: at least one is needed")
     return found
 
 
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r:.60}: a number is needed")
+    return float(value)
+
+
 def _check(
-    memory_gib: float, mem_fraction: float, input_tokens: int, output_tokens: int, page_tokens: int
+    memory_gib: float,
+    weights_gib: float | None,
+    mem_fraction: float,
+    input_tokens: int,
+    output_tokens: int,
+    page_tokens: int,
 ) -> None:
-    if not (math.isfinite(memory_gib) and memory_gib > 0.0):
-        raise ValueError(f"memory_gib={memory_gib}: must be above 0")
-    if not 0.0 < mem_fraction <= 1.0:
+    if not 0.0 < _number("memory_gib", memory_gib) <= _MOST_GIB:
+        raise ValueError(f"memory_gib={memory_gib}: must be above 0 and at most {_MOST_GIB}")
+    if weights_gib is not None and not 0.0 <= _number("weights_gib", weights_gib) <= _MOST_GIB:
+        raise ValueError(f"weights_gib={weights_gib}: must be within 0 and {_MOST_GIB}")
+    if not 0.0 < _number("mem_fraction", mem_fraction) <= 1.0:
         raise ValueError(f"mem_fraction={mem_fraction}: must be above 0 and at most 1")
     integer("input_tokens", input_tokens, 1)
     integer("output_tokens", output_tokens, 0)
@@ -481,7 +525,7 @@ def plan(
     kv_cache_dtypes: names, or mappings as Engine takes them; "fp8_ds_mla" for models with MLA.
 
     ValueError for a config that does not say enough, or if the weights alone leave no room."""
-    _check(memory_gib, mem_fraction, input_tokens, output_tokens, page_tokens)
+    _check(memory_gib, weights_gib, mem_fraction, input_tokens, output_tokens, page_tokens)
     if isinstance(model_or_config, Mapping):
         name = str(model_or_config.get("_name_or_path") or "config")
         source = _Source(name, kv_shape(model_or_config), model_or_config, 0)
