@@ -111,17 +111,38 @@ struct pack_task {
     size_t row_bytes;
 };
 
-/* Writes code `value` of element k of column `column`. */
-static void put_code(enum qkv_pack pack, uint8_t *codes, size_t k, size_t column, int8_t value)
+/* A piece of one row: elements [first, first + n) of column `column` of a panel. Panels are packed
+ * piece by piece, all columns of a piece before the next, because a column's elements lie far
+ * apart: 256 elements of all columns stay in the first-level cache. */
+enum { PIECE = QKV_BLOCK_MAX }; /* a multiple of every format's block */
+
+struct piece {
+    const struct qkv_weight *w;
+    const uint8_t *blocks; /* of the file, from element `first` on */
+    uint8_t *panel;
+    size_t column;
+    size_t first;
+    size_t n;
+};
+
+/* Codes of `n` elements (a multiple of 8) from element k on. */
+static void put_codes(enum qkv_pack pack, uint8_t *codes, size_t k, size_t column, size_t n,
+                      const int8_t *code)
 {
     if (pack == QKV_PACK_I8) {
-        codes[k * QKV_PANEL + column] = (uint8_t)value;
+        for (size_t i = 0; i < n; i++) {
+            codes[(k + i) * QKV_PANEL + column] = (uint8_t)code[i];
+        }
         return;
     }
-    size_t pair = k % QKV_UNIT / 2;
-    size_t bit = 4 * pair + 16 * (k % 2);
-    uint8_t *byte = codes + (k / QKV_UNIT * QKV_PANEL + column) * 4 + bit / 8;
-    *byte = (uint8_t)(*byte | (value & 15) << bit % 8);
+    for (size_t i = 0; i < n; i += QKV_UNIT) {
+        uint32_t word = 0;
+        for (size_t j = 0; j < QKV_UNIT; j++) {
+            word |= ((uint32_t)code[i + j] & 15u) << (4 * (j / 2) + 16 * (j % 2));
+        }
+        uint32_t *words = (uint32_t *)(void *)codes;
+        words[(k + i) / QKV_UNIT * QKV_PANEL + column] = word;
+    }
 }
 
 static void put_scale(const struct qkv_weight *w, const struct qkv_pack_scale *scale,
@@ -140,19 +161,19 @@ static void put_scale(const struct qkv_weight *w, const struct qkv_pack_scale *s
     }
 }
 
-static void pack_column_codes(const struct qkv_weight *w, const uint8_t *row, uint8_t *panel,
-                              size_t column)
+static void pack_codes(const struct piece *p)
 {
+    const struct qkv_weight *w = p->w;
     const struct qkv_format_traits *traits = qkv_format_traits(w->format);
     size_t block_elems = (size_t)traits->block_elems;
-    for (size_t block = 0; block < (size_t)w->k_in / block_elems; block++) {
+    for (size_t i = 0; i < p->n; i += block_elems) {
         struct qkv_unpacked u;
-        qkv_codec_unpack(w->format, row + block * (size_t)traits->block_bytes, &u);
-        for (size_t i = 0; i < block_elems; i++) {
-            put_code(w->pack, panel, block * block_elems + i, column, u.code[i]);
-        }
-        put_scale(w, &w->scale, panel, column, block, u.scale_f16, u.scale_sub);
-        put_scale(w, &w->min, panel, column, block, u.min_f16, u.min_sub);
+        size_t k = p->first + i;
+        const uint8_t *block = p->blocks + i / block_elems * (size_t)traits->block_bytes;
+        qkv_codec_unpack(w->format, block, &u);
+        put_codes(w->pack, p->panel, k, p->column, block_elems, u.code);
+        put_scale(w, &w->scale, p->panel, p->column, k / block_elems, u.scale_f16, u.scale_sub);
+        put_scale(w, &w->min, p->panel, p->column, k / block_elems, u.min_f16, u.min_sub);
     }
 }
 
@@ -176,39 +197,42 @@ static void split_value(float value, uint16_t *high, uint16_t *low)
     *low = qkv_bf16_from_f32(value - qkv_bf16_to_f32(h));
 }
 
-static void pack_column_values(const struct qkv_weight *w, const uint8_t *row, uint8_t *panel,
-                               size_t column)
+static void pack_values(const struct piece *p)
 {
-    enum { CHUNK = QKV_BLOCK_MAX }; /* a multiple of every format's block */
-    const struct qkv_format_traits *traits = qkv_format_traits(w->format);
-    for (size_t first = 0; first < (size_t)w->k_in; first += CHUNK) {
-        float values[CHUNK] = {0};
-        size_t n = (size_t)w->k_in - first < CHUNK ? (size_t)w->k_in - first : CHUNK;
-        const uint8_t *blocks =
-            row + first / (size_t)traits->block_elems * (size_t)traits->block_bytes;
-        /* The format has a codec (checked) and n is a multiple of its block: this cannot fail. */
-        (void)qkv_codec_dequantize(NULL, w->format, blocks, n, values);
-        for (size_t i = 0; i < n; i++) {
-            size_t k = first + i;
-            if (w->pack == QKV_PACK_F32) {
-                ((float *)(void *)panel)[k * QKV_PANEL + column] = values[i];
-            } else {
-                uint16_t *pair = (uint16_t *)(void *)panel + k / 2 * 4 * QKV_PANEL;
-                uint16_t *cell = pair + 2 * column + k % 2;
-                split_value(values[i], cell, cell + 2 * QKV_PANEL);
-            }
+    float values[PIECE] = {0};
+    /* The format has a codec (checked) and n is a multiple of its block: this cannot fail. */
+    (void)qkv_codec_dequantize(NULL, p->w->format, p->blocks, p->n, values);
+    for (size_t i = 0; i < p->n; i++) {
+        size_t k = p->first + i;
+        if (p->w->pack == QKV_PACK_F32) {
+            ((float *)(void *)p->panel)[k * QKV_PANEL + p->column] = values[i];
+        } else {
+            uint16_t *pair = (uint16_t *)(void *)p->panel + k / 2 * 4 * QKV_PANEL;
+            uint16_t *cell = pair + 2 * p->column + k % 2;
+            split_value(values[i], cell, cell + 2 * QKV_PANEL);
         }
     }
 }
 
-static void pack_column_bf16(const struct qkv_weight *w, const uint8_t *row, uint8_t *panel,
-                             size_t column)
+static void pack_bf16(const struct piece *p)
 {
-    uint16_t *out = (uint16_t *)(void *)panel;
-    for (size_t k = 0; k < (size_t)w->k_in; k++) {
+    uint16_t *out = (uint16_t *)(void *)p->panel + 2 * p->column;
+    for (size_t i = 0; i < p->n; i++) {
+        size_t k = p->first + i;
         uint16_t value;
-        memcpy(&value, row + 2 * k, sizeof value);
-        out[k / 2 * 2 * QKV_PANEL + 2 * column + k % 2] = value;
+        memcpy(&value, p->blocks + 2 * i, sizeof value);
+        out[k / 2 * 2 * QKV_PANEL + k % 2] = value;
+    }
+}
+
+static void pack_piece(const struct piece *p)
+{
+    if (p->w->pack == QKV_PACK_BF16) {
+        pack_bf16(p);
+    } else if (p->w->pack == QKV_PACK_F32 || p->w->pack == QKV_PACK_BF16X2) {
+        pack_values(p);
+    } else {
+        pack_codes(p);
     }
 }
 
@@ -216,23 +240,28 @@ static void pack_panels(void *ctx, size_t begin, size_t end, int thread)
 {
     const struct pack_task *task = ctx;
     const struct qkv_weight *w = task->w;
+    const struct qkv_format_traits *traits = qkv_format_traits(w->format);
+    const int32_t *row_index = task->desc->row_index;
+    size_t k_in = (size_t)w->k_in;
+    size_t piece_bytes = PIECE / (size_t)traits->block_elems * (size_t)traits->block_bytes;
     (void)thread;
-    for (size_t p = begin; p < end; p++) {
-        uint8_t *panel = w->data + p * w->panel_bytes;
-        for (size_t column = 0; column < QKV_PANEL; column++) {
-            size_t n = p * QKV_PANEL + column;
-            if (n >= (size_t)w->n_out) {
-                break;
-            }
-            const int32_t *row_index = task->desc->row_index;
-            size_t source = row_index != NULL ? (size_t)row_index[n] : n;
-            const uint8_t *row = task->desc->data + source * task->row_bytes;
-            if (w->pack == QKV_PACK_BF16) {
-                pack_column_bf16(w, row, panel, column);
-            } else if (w->pack == QKV_PACK_F32 || w->pack == QKV_PACK_BF16X2) {
-                pack_column_values(w, row, panel, column);
-            } else {
-                pack_column_codes(w, row, panel, column);
+    for (size_t panel = begin; panel < end; panel++) {
+        size_t n_left = (size_t)w->n_out - panel * QKV_PANEL;
+        size_t n_columns = n_left < QKV_PANEL ? n_left : QKV_PANEL;
+        struct piece p = {.w = w, .panel = w->data + panel * w->panel_bytes};
+        for (p.first = 0; p.first < k_in; p.first += PIECE) {
+            p.n = k_in - p.first < PIECE ? k_in - p.first : PIECE;
+            size_t offset = p.first / PIECE * piece_bytes;
+            /* A piece is too short a stream for the processor to fetch ahead by itself. */
+            size_t ahead = p.first + 2 * PIECE <= k_in ? piece_bytes : 0;
+            for (p.column = 0; p.column < n_columns; p.column++) {
+                size_t n = panel * QKV_PANEL + p.column;
+                size_t source = row_index != NULL ? (size_t)row_index[n] : n;
+                p.blocks = task->desc->data + source * task->row_bytes + offset;
+                for (size_t b = 0; b < ahead; b += 64) {
+                    __builtin_prefetch(p.blocks + piece_bytes + b);
+                }
+                pack_piece(&p);
             }
         }
     }
