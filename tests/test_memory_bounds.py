@@ -107,3 +107,55 @@ def test_scoring_two_lanes_of_a_long_prompt(qwen_model: Path) -> None:
     grown, told, fixed = growth(qwen_model, 4096)
     assert abs(grown - told) < 0.05 * grown, f"grown by {grown}, memory() says {told}"
     assert grown - fixed < 100 << 20, f"{(grown - fixed) / 2**20:.0f} MiB above weights and pools"
+
+
+LANES_SCRIPT = """
+import sys
+import numpy as np
+import qkv
+
+def kib(key):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(key))
+
+n_tokens, lanes = int(sys.argv[3]), sys.argv[4].split(",")
+# What the first engine of a process brings in, whatever the model: code, threads' stacks.
+with qkv.Engine(sys.argv[1], threads=2, kv_tokens=64, kv_cache_dtype=lanes) as engine:
+    engine.score([[1, 2, 3]], progress=False)
+before = kib("VmRSS:")
+engine = qkv.Engine(
+    sys.argv[2], kv_cache_dtype=lanes, threads=2, kv_tokens=n_tokens, max_model_len=n_tokens + 16
+)
+n_vocab = engine.info["config"]["vocab"]
+prompt = np.random.default_rng(1).integers(0, n_vocab, n_tokens).tolist()
+score = engine.score([prompt], progress=False)[0]
+assert score.error is None and len(score.lanes[lanes[1]].kl) == n_tokens - 1
+memory = engine.memory()
+held = memory["total"] - memory["kv"] + memory["kv_resident"]
+pools = memory["weights"] + memory["kv_resident"]
+print((kib("VmRSS:") - before) * 1024, held, (kib("VmHWM:") - before) * 1024 - pools)
+"""
+
+
+def test_memory_is_what_the_process_grew_by(tiny: Callable[..., Path]) -> None:
+    """Two lanes and a large vocabulary: within 5 % of the resident memory (pages of the pool are
+    taken as they are first used), and scoring holds at most 100 MiB beside weights and pools."""
+    n_tokens, n_vocab = 768, N_VOCAB
+    path = tiny(
+        "llama",
+        vocab_size=n_vocab,
+        hidden_size=192,
+        num_hidden_layers=1,
+        tokenizer=False,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", LANES_SCRIPT, str(tiny("llama")), str(path), str(n_tokens)]
+        + ["bf16,fp8_e4m3"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    grown, held, beside = (int(word) for word in done.stdout.split())
+    assert grown == pytest.approx(held, rel=0.05)
+    assert beside < 100 << 20 < n_tokens * n_vocab * 4
