@@ -378,11 +378,12 @@ def test_what_the_library_raises(fixtures_dir: Path, tmp_path: Path) -> None:
             }
         },
     ):
-        tokenizer = Tokenizer.from_folder(changed(folder, tmp_path, **change))
-        with pytest.raises(qkv.Error, match="tokenizer: "):
-            tokenizer.encode("some text")
-        with pytest.raises(qkv.Error, match="tokenizer: "):
-            tokenizer.encode_batch(["some text", "more"])
+        changed(folder, tmp_path, **change)
+        # Versions of the library differ in whether they notice when they read the file.
+        with pytest.raises(qkv.Error, match="tokenizer"):
+            Tokenizer.from_folder(tmp_path).encode("some text")
+        with pytest.raises(qkv.Error, match="tokenizer"):
+            Tokenizer.from_folder(tmp_path).encode_batch(["some text", "more"])
     broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
     with pytest.raises(qkv.CheckpointError, match=r"tokenizer\.json: .*charsmap"):
         Tokenizer.from_folder(changed(folder, tmp_path, normalizer=broken))
