@@ -192,15 +192,17 @@ def test_scoring_ids_reads_no_tokenizer(tiny: Callable[..., Path]) -> None:
         assert engine._tokenizer is None
 
 
-def test_memory_is_what_the_plan_says(tiny: Callable[..., Path]) -> None:
-    model = tiny("llama")
+@pytest.mark.parametrize("head_dim", [16, 24])
+def test_memory_is_what_the_plan_says(tiny: Callable[..., Path], head_dim: int) -> None:
+    """Heads of 24 channels are padded to 32, which the plan left out."""
+    model = tiny("llama", head_dim=head_dim)
     found = qkv.plan(model, memory_gib=1, page_tokens=options.PAGE_TOKENS)
     lanes = list(KV_DTYPES)
     with qkv.Engine(model, kv_cache_dtype=lanes, threads=1, kv_tokens=4096) as engine:
         memory = engine.memory()
     for name in lanes:
         planned = 4096 * found.bytes_per_token[name]
-        assert memory["kv_lanes"][name] == pytest.approx(planned, rel=0.02), name
+        assert memory["kv_lanes"][name] == planned, name
     assert memory["kv"] == sum(memory["kv_lanes"].values())
     assert memory["weights"] == found.weights_gib * GIB
 

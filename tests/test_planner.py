@@ -289,6 +289,8 @@ def test_engine_counts_as_the_plan_does(tiny: Callable[..., Path]) -> None:
         (QWEN3_8B, {"kv_cache_dtypes": []}, "empty"),
         (QWEN3_8B, {"kv_cache_dtypes": ["auto"]}, "auto"),
         (QWEN3_8B, {"kv_cache_dtypes": ["fp7"]}, "fp7"),
+        (QWEN3_8B, {"kv_cache_dtypes": [{"layers": {"0-": "nvfp4"}}]}, "layers '0-'"),
+        (QWEN3_8B, {"kv_cache_dtypes": [{"layers": {"1-36": "nvfp4"}}]}, "layers 0 to 35"),
         ({**QWEN3_8B, "layer_types": ["linear_attention"] * 36}, {"weights_gib": 1}, "no layer"),
         (QWEN3_8B, {"memory_gib": 1e300}, "memory_gib=1e.300"),
         (QWEN3_8B, {"weights_gib": -5}, "weights_gib=-5"),

@@ -1,6 +1,7 @@
 """The engine's options: which values there are, and what this version makes of them."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -19,6 +20,7 @@ QUANTIZATIONS = (
     "mlx_q4", "mlx_q8", "unquant", "humming",
 )  # fmt: skip
 PAGE_TOKENS = 16
+_CHANNEL_STEP = 16  # the pool pads the channels of a head with zeros to a multiple of it
 DEFAULT_MAX_RUNNING = 64
 
 KvLayers = list[tuple[str, str]]
@@ -98,11 +100,10 @@ def _kv_name(where: str, value: Any) -> str:
 
 def _layer_range(key: Any, n_layers: int) -> range:
     """ "5" or "0-3" (both ends count)."""
-    first, _, last = str(key).partition("-")
-    try:
-        low, high = int(first), int(last or first)
-    except ValueError:
-        raise ValueError(f"kv_cache_dtype layers {key!r}: a layer or a range as '0-3'") from None
+    found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", str(key))
+    if found is None:
+        raise ValueError(f"kv_cache_dtype layers {key!r}: a layer or a range as '0-3'")
+    low, high = int(found[1]), int(found[2] or found[1])
     if not 0 <= low <= high < n_layers:
         raise ValueError(f"kv_cache_dtype layers {key!r}: the model has layers 0 to {n_layers - 1}")
     return range(low, high + 1)
@@ -177,10 +178,15 @@ def lanes(given: Any, n_layers: int, *, compute_dtype: str, declared: str) -> li
     return found
 
 
+def row_bytes(kv_format: str, dim: int) -> int:
+    """One token of one head of K or V in the pool: block scales and padding included."""
+    return _core.kv_row_bytes(kv_format, -(-dim // _CHANNEL_STEP) * _CHANNEL_STEP)
+
+
 def token_bytes(config: Mapping[str, Any], lanes_: Sequence[Lane]) -> int:
     """Bytes of one token over all layers and lanes (design of the pool: no gaps)."""
     dim = config["head_dim"]
-    rows = {name: _core.kv_row_bytes(name, dim) for name, _ in _core.kv_formats()}
+    rows = {name: row_bytes(name, dim) for name, _ in _core.kv_formats()}
     per_head = sum(rows[k] + rows[v] for lane in lanes_ for k, v in lane.layers)
     return int(config["n_kv_heads"]) * per_head
 

@@ -59,7 +59,7 @@ class KvShape:
                 raise ValueError(f"kv_cache_dtype {DS_MLA!r} is for models with MLA only")
             codes = k_dim - self.rope_dim
             return codes + 4 * math.ceil(codes / _DS_MLA_GROUP) + 2 * self.rope_dim
-        return n_heads * (_core.kv_row_bytes(k_format, k_dim) + _core.kv_row_bytes(v_format, v_dim))
+        return n_heads * (options.row_bytes(k_format, k_dim) + options.row_bytes(v_format, v_dim))
 
     def bytes_per_token(self, kv_dtype: str | options.KvLayers) -> int:
         """Over all layers: of a format, or of formats (K, V) by layer."""
