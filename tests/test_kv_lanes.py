@@ -26,8 +26,8 @@ SCALES = np.array([[[0.02, 0.03], [0.05, 0.01]], [[0.04, 0.02], [0.03, 0.02]]], 
 
 
 def open_lanes(path: Path, lanes: list[Lane], **options: Any) -> _core.Engine:
-    options = {"threads": 1, "kv_tokens": LARGE, "kv_scales": SCALES} | options
-    return _core.Engine(str(path), kv_formats=lanes, **options)
+    defaults: dict[str, Any] = {"threads": 1, "kv_tokens": LARGE, "kv_scales": SCALES}
+    return _core.Engine(str(path), kv_formats=lanes, **defaults | options)
 
 
 def model(tiny: Callable[..., Path], arch: str = "llama") -> Path:
@@ -76,7 +76,7 @@ def test_lanes_are_engines_of_their_own(tiny: Callable[..., Path], pool: int) ->
         for i, request in enumerate(requests)
         for lane in range(len(LANES))
     }
-    results = {}
+    results: dict[tuple[int, int], _core.Result] = {}
     while len(results) < len(index_of):
         for ident in engine.step().finished:
             results[index_of[ident]] = engine.take(ident)

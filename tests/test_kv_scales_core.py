@@ -214,6 +214,69 @@ def test_checkpoints_of_other_tools(fixtures_dir: Path, fixture: str) -> None:
     ]
 
 
+E4M3 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+CT = {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": E4M3}
+FP8_ONLY: dict[str, Any] = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+
+
+@pytest.mark.parametrize(
+    ("section", "sidecar", "declared"),
+    [
+        (CT | {"config_groups": {}}, None, "fp8_e4m3"),
+        (CT | {"config_groups": None}, None, "fp8_e4m3"),
+        (CT | {"kv_cache_scheme": E4M3 | {"num_bits": 4}}, None, ""),
+        (CT | {"kv_cache_scheme": E4M3 | {"type": "int"}}, None, ""),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, FP8_ONLY, "fp8_e4m3"),
+        (None, FP8_ONLY, "fp8_e4m3"),
+        (None, FP8_ONLY | {"kv_cache_quant_algo": "NVFP4"}, ""),
+    ],
+)
+def test_a_checkpoint_with_a_quantized_cache_only(
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    section: dict[str, Any] | None,
+    sidecar: dict[str, Any] | None,
+    declared: str,
+) -> None:
+    """Weights that no tool quantized, beside scales of the cache: not a quantized checkpoint."""
+    path = write(tiny("llama"), tmp_path / "model", scales_of("attention"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    if sidecar is not None:
+        (path / "hf_quant_config.json").write_text(json.dumps({"quantization": sidecar}))
+    checkpoint = _core.Checkpoint(str(path))
+    assert checkpoint.model_config()["kv_declared"] == declared
+    assert len(checkpoint.kv_scales()) == 2 * N_LAYERS
+    checkpoint.close()
+    open_engine(path, "fp8_e4m3").close()
+
+
+@pytest.mark.parametrize(
+    ("section", "sidecar"),
+    [
+        (CT | {"config_groups": {"group_0": {}}}, None),
+        (CT | {"quant_method": "fp8"}, None),
+        (CT | {"kv_cache_scheme": None}, None),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, None),
+        (None, FP8_ONLY | {"quant_algo": "FP8"}),
+        (None, {"quant_algo": None, "kv_cache_quant_algo": None}),
+    ],
+)
+def test_quantized_weights_stay_refused(
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    section: dict[str, Any] | None,
+    sidecar: dict[str, Any] | None,
+) -> None:
+    path = write(tiny("llama"), tmp_path / "model", scales_of("attention"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    if sidecar is not None:
+        (path / "hf_quant_config.json").write_text(json.dumps({"quantization": sidecar}))
+    with pytest.raises(_core.UnsupportedError, match="quantiz"):
+        open_engine(path, "fp8_e4m3")
+
+
 # ---- of an engine ---------------------------------------------------------------------------
 
 

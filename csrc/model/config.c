@@ -103,13 +103,52 @@ static const char *text_or(const struct qkv_json_node *object, const char *key)
     return node != NULL && node->type == QKV_JSON_STRING ? node->as.text : "not given";
 }
 
+static bool is_absent(const struct qkv_json_node *object, const char *key)
+{
+    const struct qkv_json_node *node = qkv_json_find(object, key);
+    return node == NULL || node->type == QKV_JSON_NULL ||
+           (node->type == QKV_JSON_OBJECT && node->count == 0);
+}
+
+/* llm-compressor and ModelOpt can quantize the KV cache and no weight: scales beside plain weights.
+ * Such a section names no group of layers and no algorithm for weights. Sets kv_declared where it
+ * names the one format that has a meaning without asking (8-bit floats). */
+static bool is_cache_only(const struct qkv_json_node *section, struct qkv_model_config *out)
+{
+    const struct qkv_json_node *scheme = qkv_json_find(section, "kv_cache_scheme");
+    const char *method = text_or(section, "quant_method");
+    const bool known = is_absent(section, "quant_method") || strcmp(method, "modelopt") == 0 ||
+                       strcmp(method, "compressed-tensors") == 0;
+    if (!known || !is_absent(section, "config_groups") || !is_absent(section, "quant_algo") ||
+        !is_absent(section, "weight_block_size") || !is_absent(section, "bits")) {
+        return false;
+    }
+    if (scheme != NULL && scheme->type == QKV_JSON_OBJECT && scheme->count != 0) {
+        const struct qkv_json_node *bits = qkv_json_find(scheme, "num_bits");
+        int64_t n_bits = 0;
+        if (bits != NULL && qkv_json_as_int(NULL, bits, "", &n_bits) == QKV_OK && n_bits == 8 &&
+            strcmp(text_or(scheme, "type"), "float") == 0) {
+            (void)snprintf(out->kv_declared, sizeof out->kv_declared, "fp8_e4m3");
+        }
+        return true;
+    }
+    if (is_absent(section, "kv_cache_quant_algo")) {
+        return false;
+    }
+    if (strcmp(text_or(section, "kv_cache_quant_algo"), "FP8") == 0) {
+        (void)snprintf(out->kv_declared, sizeof out->kv_declared, "fp8_e4m3");
+    }
+    return true;
+}
+
 /* Weights quantized by a tool are told by the config, before a tensor is looked at. */
-static enum qkv_status refuse_quantized(struct qkv_error *err, const struct qkv_json_node *root)
+static enum qkv_status refuse_quantized(struct qkv_error *err, const struct qkv_json_node *root,
+                                        struct qkv_model_config *out)
 {
     static const char *const KEYS[] = {"quantization_config", "compression_config", "quantization"};
     for (size_t i = 0; i < sizeof KEYS / sizeof KEYS[0]; i++) {
         const struct qkv_json_node *node = qkv_json_find(root, KEYS[i]);
-        if (node == NULL || node->type == QKV_JSON_NULL) {
+        if (node == NULL || node->type == QKV_JSON_NULL || is_cache_only(node, out)) {
             continue;
         }
         return qkv_fail(
@@ -149,8 +188,8 @@ static enum qkv_status describe_json(struct qkv_error *err, const struct qkv_jso
     QKV_TRY(class_name(err, root, &name));
     const struct arch *arch;
     QKV_TRY(find_arch(err, name, false, &arch));
-    QKV_TRY(refuse_quantized(err, root));
     start_config(arch, out);
+    QKV_TRY(refuse_quantized(err, root, out));
     const struct qkv_source source = {
         .object = root, .object_name = "config.json", .weights = weights};
     QKV_TRY(arch->describe(err, &source, out));
@@ -201,8 +240,9 @@ static enum qkv_status read_generation_config(struct qkv_error *err,
     return status;
 }
 
+/* ModelOpt's own file beside config.json. */
 static enum qkv_status refuse_sidecar(struct qkv_error *err, const struct qkv_weights *weights,
-                                      const char *file_name)
+                                      const char *file_name, struct qkv_model_config *out)
 {
     char *text;
     size_t length;
@@ -210,7 +250,18 @@ static enum qkv_status refuse_sidecar(struct qkv_error *err, const struct qkv_we
     if (text == NULL) {
         return QKV_OK;
     }
+    struct qkv_json *document;
+    enum qkv_status status = qkv_json_parse(err, text, length, &document);
     free(text);
+    if (status != QKV_OK) {
+        return qkv_fail_prefix(err, status, file_name);
+    }
+    const struct qkv_json_node *section = qkv_json_find(qkv_json_root(document), "quantization");
+    const bool cache_only = section != NULL && is_cache_only(section, out);
+    qkv_json_free(document);
+    if (cache_only) {
+        return QKV_OK;
+    }
     return qkv_fail(err, QKV_ERR_UNSUPPORTED,
                     "%s: checkpoints quantized by ModelOpt are not supported", file_name);
 }
@@ -227,7 +278,7 @@ static enum qkv_status read_folder(struct qkv_error *err, const struct qkv_weigh
     const enum qkv_status status = qkv_model_config_parse(err, text, length, out);
     free(text);
     QKV_TRY(status);
-    QKV_TRY(refuse_sidecar(err, weights, "hf_quant_config.json"));
+    QKV_TRY(refuse_sidecar(err, weights, "hf_quant_config.json", out));
     return read_generation_config(err, weights, out);
 }
 
