@@ -149,6 +149,16 @@ def test_retraction_and_reuse_in_every_format(reference: References, name: str) 
     assert counts["n_retractions"] > 0 and counts["n_reused_tokens"] > 0
 
 
+def test_the_guard_backend_gives_the_same_bits(reference: References) -> None:
+    """No code above backend.h reads a page itself, whatever its format: it would have faulted."""
+    path, requests, expected = reference("by layer")
+    row: dict[str, Any] = {"n": 8, "chunk_tokens": 16, "prefix_cache": True, "kv_tokens": SMALL}
+    row |= {"threads": 1, "order": "given", "arrive": 0, "device": "guard"}
+    results, counts = run_row(path, requests, row, **engine_options(CACHES["by layer"]))
+    assert_same(expected, results, "the guard backend")
+    assert counts["n_retractions"] > 0 and counts["n_reused_tokens"] > 0
+
+
 @pytest.mark.parametrize("query_dtype", ["bf16", "fp8_e4m3"])
 def test_a_lane_gives_what_it_gives_alone(tiny: Callable[..., Path], query_dtype: str) -> None:
     """All formats and mixtures of them as lanes of one engine, every request in each, short of

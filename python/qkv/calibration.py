@@ -4,6 +4,11 @@ The prompts run with a bf16 cache while the engine counts |x| of every key and v
 "amax" maps the largest magnitude to the largest code. "mse" takes the scale whose codes have the
 least squared error, among 1.0 and those from the largest magnitude's down to 1/64 of it, where what
 is clipped pays for what is not flushed to zero.
+
+nvfp4 has a scale per block of 16 over one per layer or head, which is what is calibrated: the
+largest magnitude over 6 * 448, so that the largest block's scale is the largest e4m3 number. SGLang
+asserts the same of checkpoints, NVIDIA's ModelOpt writes the largest magnitude over 448. A scale is
+applied as it stands in its file: the other convention costs range, never correctness.
 """
 
 import json
