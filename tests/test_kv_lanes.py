@@ -3,6 +3,8 @@ those of an engine with that lane alone, and the comparison of lanes is what the
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,6 +259,53 @@ def test_what_does_not_fit_a_group(
     second = engine.add(tokens, lane=1, **sound)
     assert sorted(run_dry(engine)) == [first, second]
     engine.close()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(os.environ.get("QKV_SANITIZED") == "1", reason="freed memory is kept back")
+def test_no_leak(tiny: Callable[..., Path]) -> None:
+    """Groups that are complete, broken, waiting for a member and closed; what pools say."""
+    path = tiny("llama", vocab_size=N_VOCAB, tokenizer=False)
+    tokens = np.random.default_rng(13).integers(0, N_VOCAB, 60, dtype=np.int32)
+
+    def cycle() -> None:
+        lanes = [LANES["bf16"], LANES["nvfp4"], LANES["mixed"]]
+        engine = open_lanes(path, lanes, kv_tokens=512, chunk_tokens=32)
+        engine.kv_observe(1, True)
+        complete = score_group(engine, tokens, 3, 1)
+        run_dry(engine)
+        for ident in complete:
+            engine.take(ident)
+        broken = score_group(engine, tokens[::-1].copy(), 3, 2)
+        engine.step()
+        engine.abort(broken[1])
+        score_group(engine, tokens[:50], 3, 3)
+        engine.add(tokens, max_tokens=0, logprob_start=2, group=4, group_size=2)
+        for _ in range(4):
+            engine.step()
+        with pytest.raises(ValueError, match="lane: 0 is in group 4"):
+            engine.add(tokens, max_tokens=0, logprob_start=2, group=4, group_size=2)
+        for lane in range(3):
+            engine.kv_counts(lane)
+            engine.kv_scales(lane)
+        engine.kv_histogram(1)
+        engine.memory()
+        engine.close()
+        checkpoint = _core.Checkpoint(str(path))
+        checkpoint.kv_scales()
+        checkpoint.close()
+
+    for _ in range(30):
+        cycle()
+    gc.collect()
+    before = resident_bytes()
+    for _ in range(90):
+        cycle()
+    gc.collect()
+    assert resident_bytes() - before < 3 << 20
 
 
 @pytest.mark.soak
