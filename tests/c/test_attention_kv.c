@@ -418,6 +418,43 @@ static void test_cuts(void)
     }
 }
 
+/* A NaN or an infinity in a later token's key or value reaches no earlier row, though it may share a
+ * page, a byte and a call with it. */
+static void test_later_tokens_do_not_matter(void)
+{
+    const struct shape *s = &QUICK;
+    const int32_t bad = 101; /* the second token of a pair */
+    float *rows = random_rows(s, N_TOKENS, 7);
+    float *spoilt = random_rows(s, N_TOKENS, 7);
+    float *expected = new_out(s);
+    float *out = new_out(s);
+    for (int32_t head = 0; head < N_KV_HEADS; head++) {
+        float *k = spoilt + bad * row_dim(s) + N_HEADS * s->k_dim;
+        k[head * s->k_dim + 3] = NAN;
+        k[N_KV_HEADS * s->k_dim + head * s->v_dim + 7] = NAN;
+        k[row_dim(s) + N_KV_HEADS * s->k_dim + head * s->v_dim] = INFINITY; /* the next token */
+    }
+    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+        for (int p = 0; isa->usable() && p < N_PAIRS; p++) {
+            struct setup setup = {
+                .isa = isa->name, .pair = PAIRS[p], .n_threads = 1, .page_step = 1};
+            run(s, &setup, rows, expected, NULL);
+            run(s, &setup, spoilt, out, NULL);
+            size_t row = (size_t)(N_HEADS * s->v_dim);
+            CHECK(memcmp(out, expected, (size_t)bad * row * sizeof *out) == 0);
+            CHECK(isnan(out[(size_t)bad * row]));
+            /* And is forgotten when the window of 4 has passed it. */
+            size_t after = (size_t)(bad + 5) * row;
+            CHECK(memcmp(out + after, expected + after,
+                         ((size_t)N_TOKENS * row - after) * sizeof *out) == 0);
+        }
+    }
+    free(rows);
+    free(spoilt);
+    free(expected);
+    free(out);
+}
+
 /* Lanes of different formats in one call give what each gives alone. */
 static void test_lanes(void)
 {
@@ -632,4 +669,5 @@ static void test_odd_queries(void)
     free(out);
 }
 
-CHECK_MAIN(test_values, test_cuts, test_lanes, test_counts, test_histograms, test_odd_queries)
+CHECK_MAIN(test_values, test_cuts, test_later_tokens_do_not_matter, test_lanes, test_counts,
+           test_histograms, test_odd_queries)
