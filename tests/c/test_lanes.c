@@ -590,10 +590,11 @@ static void test_failing_steps(void)
 static void test_pieces(void)
 {
     char saved[64];
-    const int vocab = 300000; /* 27 rows of logits */
+    const int vocab = 300000;                     /* 27 rows of logits */
+    enum { N_TOKENS = 40, N = N_TOKENS - START }; /* figures a lane */
     memcpy(saved, folder, sizeof saved);
     tiny_write(folder, vocab);
-    float logprobs[2][N_FIGURES];
+    float logprobs[2][N];
     for (int n_lanes = 1; n_lanes <= 2; n_lanes++) {
         struct qkv_engine_options options = default_options();
         options.n_lanes = n_lanes;
@@ -607,6 +608,7 @@ static void test_pieces(void)
             struct qkv_error err;
             int32_t tokens[N_PROMPT];
             struct qkv_gen_params params = make_params(0, lane, tokens);
+            params.n_tokens = N_TOKENS;
             params.prompt_n_top = 0;
             params.group = n_lanes - 1;
             params.group_size = n_lanes;
@@ -616,7 +618,7 @@ static void test_pieces(void)
         struct qkv_error err;
         const struct qkv_generation *gen = NULL;
         CHECK_OK(qkv_engine_result(&err, engine, id, &gen), err);
-        CHECK_EQ_INT(gen->n_compared, n_lanes == 1 ? 0 : N_FIGURES);
+        CHECK_EQ_INT(gen->n_compared, n_lanes == 1 ? 0 : N);
         memcpy(logprobs[n_lanes - 1], gen->prompt_logprobs, sizeof logprobs[0]);
         qkv_engine_close(engine);
     }
