@@ -314,6 +314,36 @@ def test_scales_change_what_is_stored(tiny: Callable[..., Path], tmp_path: Path)
     assert all(row.clipped > 0.5 for row in found[2.0**-10])
 
 
+@pytest.mark.parametrize("query_dtype", ["bf16", "fp8_e4m3"])
+@pytest.mark.parametrize("scale", [1.5e-45, 1e-30, 3e38])
+def test_scales_at_the_ends_of_float32(
+    tiny: Callable[..., Path], tmp_path: Path, scale: float, query_dtype: str
+) -> None:
+    path = side_file(tmp_path / "s.json", {"0": scale, "1": scale})
+    with qkv.Engine(
+        tiny("llama"), kv_cache_dtype="fp8_e4m3", quantization_param_path=path,
+        query_dtype=query_dtype, **SMALL,
+    ) as engine:  # fmt: skip
+        score = engine.score([[1, 2, 3, 4, 5] * 8], progress=False)[0]
+    assert score.error is None and np.isfinite(score.token_logprobs).all()
+
+
+@pytest.mark.parametrize("half", ["k", "v"])
+def test_keys_and_values_beyond_every_format_are_no_nan(tmp_path: Path, half: str) -> None:
+    model = make_tiny.write(tmp_path, "llama")
+    name = f"model.layers.0.self_attn.{half}_proj.weight"
+    huge = {name: model.tensors[name] * np.float32(1e30)}
+    make_tiny.write_safetensors(tmp_path / "model.safetensors", model.tensors | huge)
+    with qkv.Engine(tmp_path, kv_cache_dtype=list(KV_DTYPES), **SMALL) as engine:
+        score = engine.score([[1, 2, 3, 4, 5] * 8], progress=False)[0]
+        rows = [r for r in engine.kv_scales() if (r.layer, r.kind) == (0, half)]
+    for row in rows:
+        assert np.isfinite(score.lanes[row.lane].token_logprobs).all(), row.lane
+        assert row.amax is not None and row.amax > 1e29
+        clips = row.format in ("fp8_e4m3", "fp8_e5m2", "nvfp4")
+        assert row.clipped == pytest.approx(1.0 if clips else 0.0, abs=0.01)
+
+
 def test_file_overrides_the_checkpoint(tmp_path: Path) -> None:
     model = with_scales(tmp_path / "m", CARRIED)
     path = side_file(tmp_path / "s.json", {"0": 1.5, "1": {"k": [2.0, 3.0], "v": 4.0}})
