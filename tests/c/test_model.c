@@ -106,7 +106,7 @@ static enum qkv_status fake_weight_create(struct qkv_error *err, struct qkv_devi
                                           const struct qkv_weight_desc *desc,
                                           struct qkv_weight **out)
 {
-    void *object;
+    void *object = NULL;
     QKV_TRY(create(err, dev, sizeof **out, &object));
     *out = object;
     (*out)->n_out = desc->n_out;
