@@ -26,8 +26,10 @@ def read_text(path: str) -> str:
     return (gzip.decompress(data) if path.endswith(".gz") else data).decode("utf-8")
 
 
-def windows(ids: list[int], n: int, length: int) -> list[list[int]]:
-    return [ids[i * length : (i + 1) * length] for i in range(n)]
+def windows(ids: list[int], n: int, length: int, start: list[int]) -> list[list[int]]:
+    """Each begins with `start`, the tokens that every text of the model begins with (BOS)."""
+    step = length - len(start)
+    return [start + ids[i * step : (i + 1) * step] for i in range(n)]
 
 
 def measure(
@@ -55,12 +57,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     args = parser.parse_args()
     with qkv.Engine(args.model, kv_tokens=1024) as engine:
-        ids = list(engine.tokenizer.encode(read_text(args.text)))
+        start = list(engine.tokenizer.encode(""))
+        ids = list(engine.tokenizer.encode(read_text(args.text)))[len(start) :]
     n_tokens = args.windows * args.length
     if len(ids) < 2 * n_tokens:
         raise SystemExit(f"{args.text}: {len(ids)} tokens, {2 * n_tokens} are needed")
-    text = windows(ids, args.windows, args.length)
-    held_out = windows(ids[-n_tokens:], args.windows, args.length)
+    text = windows(ids, args.windows, args.length, start)
+    held_out = windows(ids[-n_tokens:], args.windows, args.length, start)
 
     rows = {(name, "1.0"): values for name, values in measure(args.model, text, FORMATS).items()}
     with tempfile.TemporaryDirectory() as folder:
