@@ -1,47 +1,65 @@
-"""Evaluation sets that come with the package."""
+"""Evaluation tasks that come with the package, data included."""
 
-import gzip
-import json
-from dataclasses import dataclass
-from pathlib import Path
+from __future__ import annotations
 
-_DATA = Path(__file__).parent / "data"
+from collections.abc import Callable
+from dataclasses import replace
 
+from . import gsm8k, mgsm, mmlu, mmlu_pro
+from .items import Extraction, Grade, Item, Kind, Prompt, Question, Task
 
-@dataclass(frozen=True)
-class Question:
-    """One item: what is asked and the right answer."""
+__all__ = [
+    "Extraction",
+    "Grade",
+    "Item",
+    "Kind",
+    "Prompt",
+    "Question",
+    "Task",
+    "load",
+    "names",
+    "task",
+]
 
-    key: str
-    question: str
-    answer: str  # worked out, as the data set has it
-    gold: str  # the final answer alone
-
-
-def _gsm8k() -> list[Question]:
-    """GSM8K's 1,319 test questions (MIT, data/LICENSE.gsm8k). The gold answer follows "####"."""
-    with gzip.open(_DATA / "gsm8k_test.jsonl.gz", "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    return [
-        Question(
-            key=f"gsm8k-{place}",
-            question=row["question"],
-            answer=row["answer"],
-            gold=row["answer"].rsplit("####", 1)[1].strip().replace(",", ""),
-        )
-        for place, row in enumerate(rows)
-    ]
-
-
-_SETS = {"gsm8k": _gsm8k}
+_NUMERIC: dict[str, Callable[[Extraction], Task]] = {
+    "gsm8k": gsm8k.gsm8k,
+    "gsm8k_cot": gsm8k.gsm8k_cot,
+    "mgsm": mgsm.mgsm,
+}
+_LETTERED: dict[str, Callable[[], Task]] = {"mmlu": mmlu.mmlu, "mmlu_pro": mmlu_pro.mmlu_pro}
 
 
 def names() -> list[str]:
-    return list(_SETS)
+    return [*_NUMERIC, *_LETTERED]
+
+
+def task(name: str, *, extraction: Extraction | None = None, max_tokens: int | None = None) -> Task:
+    """The task of that name.
+
+    `extraction` says how a number is read out of a text: "flexible" takes the last one (the
+    default), "strict" the one after the words that the examples show. `max_tokens` bounds what is
+    generated; the default is the harness's.
+    """
+    if name in _NUMERIC:
+        if extraction not in (None, "flexible", "strict"):
+            raise ValueError(f'extraction {extraction!r}: must be "flexible" or "strict"')
+        made = _NUMERIC[name](extraction or "flexible")
+    elif name in _LETTERED:
+        if extraction is not None:
+            raise ValueError(f"extraction: {name} has one way of reading an answer")
+        made = _LETTERED[name]()
+    else:
+        raise ValueError(f"data set {name!r}: must be one of {', '.join(names())}")
+    if max_tokens is None:
+        return made
+    if made.kind == "choice" or max_tokens < 1:
+        raise ValueError(
+            f"max_tokens {max_tokens}: "
+            + (f"{name} generates nothing" if made.kind == "choice" else "must be at least 1")
+        )
+    return replace(made, max_tokens=max_tokens)
 
 
 def load(name: str) -> list[Question]:
-    """All items of a set, in its order."""
-    if name not in _SETS:
-        raise ValueError(f"data set {name!r}: must be one of {', '.join(_SETS)}")
-    return _SETS[name]()
+    """All questions of a data set, in its order."""
+    return list(task(name).questions)
