@@ -87,6 +87,7 @@ def test_a_dropped_stream_stops(tiny: Callable[..., Path]) -> None:
         assert len(engine.generate([[5, 6]], PARAMS, progress=False)) == 1
 
 
+@pytest.mark.skipif(os.environ.get("QKV_SANITIZED") == "1", reason="freed memory is kept back")
 def test_close_gives_the_memory_back(tiny: Callable[..., Path]) -> None:
     path = tiny("llama", vocab_size=8192, hidden_size=1024, intermediate_size=4096, tokenizer=False)
 
