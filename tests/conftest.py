@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
@@ -20,6 +21,12 @@ from ref import make_tiny  # noqa: E402
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="also run what takes long")
+
+
+def pytest_configure() -> None:
+    """A shell starts background jobs with SIGINT ignored, and so would every test of Ctrl-C be."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
