@@ -6,7 +6,9 @@ with qkv.Engine("demo") as engine:
         print(output.text)
 """
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from ._core import CheckpointError, Error, OutOfPages, UnsupportedError
 from .calibration import Scales, calibrate
@@ -17,6 +19,9 @@ from .outputs import Completion, Metrics, RequestOutput, Score
 from .params import SamplingParams
 from .planner import Plan, plan
 from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from . import stats
 
 try:
     __version__ = version("qkv")
@@ -44,4 +49,12 @@ __all__ = [
     "calibrate",
     "inspect",
     "plan",
+    "stats",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """qkv.stats, which brings scipy, is imported when it is asked for."""
+    if name == "stats":
+        return import_module(".stats", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
