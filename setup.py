@@ -22,7 +22,7 @@ COMMON = ["-std=c11", "-D_GNU_SOURCE", "-fvisibility=hidden", "-ffp-contract=off
 HOST_FLAGS = [*COMMON, "-O2", *WARNINGS, "-Wconversion"]
 # No errno from sqrtf and friends, so that they are one instruction; nothing of -ffast-math else.
 # What gcc guesses at -O3 about bounds in unrolled vector loops is shown, but fails no build.
-GUESSES = ["-Wno-error=array-bounds", "-Wno-error=stringop-overflow"]
+GUESSES = ["-Wno-unknown-warning-option", "-Wno-error=array-bounds", "-Wno-error=stringop-overflow"]
 KERNEL_FLAGS = [*COMMON, "-O3", "-fno-math-errno", *WARNINGS, *GUESSES]
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
