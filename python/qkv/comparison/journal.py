@@ -1,0 +1,155 @@
+"""The records of a comparison, one JSON object a line, written as the rows are done: what was
+finished before a crash is not computed again, and a report needs the file alone.
+
+The first line is the header. A record is written whole or not at all: what a crash left of a last
+line is cut off when the file is opened again. Records, by "kind":
+
+  header   format, settings (all that a result depends on), environment, lanes (results.Lane)
+  rerun    model, items, identical, first_difference
+  answer   model, task, key, place, stratum, lanes {name: answer}
+             answer: answer (str | None), correct, answered, truncated, n_tokens,
+             text and token_ids (generate), choices (choice: log-likelihoods), scores (the hook's),
+             or error
+  forced   model, task, key, start (position of the first scored token), lanes {name: scores}
+             scores: logprobs [n]; kl, kl_reverse, top1 [n] except for the model's first lane
+  speed    model, lanes {name: {"decode": tokens/s, "prefill": tokens/s}}
+  clips    model, lanes {name: {"clipped": share, "flushed": share}}
+  layers   lane, part, and what sensitivity.py stores
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .._core import Error
+from ..outputs import json_ready
+
+FORMAT = 1
+
+Record = dict[str, Any]
+
+
+class Journal:
+    """An open file of records. Two processes on one file are refused.
+
+    path: None keeps the records in memory alone. `header` is compared with the file's: another
+    setting is an Error that names it, and nothing is touched."""
+
+    def __init__(self, path: str | os.PathLike[str] | None, header: Mapping[str, Any]) -> None:
+        self.path = None if path is None else Path(path)
+        self.header: Record = {"kind": "header", "format": FORMAT, **json_ready(header)}
+        self.records: list[Record] = []
+        self._file = None
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "a+b")  # noqa: SIM115 - kept open
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise Error(f"{self.path}: another process is writing to it") from None
+        try:
+            self._open()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _open(self) -> None:
+        assert self._file is not None and self.path is not None
+        self._file.seek(0)
+        data = self._file.read()
+        whole = data.rfind(b"\n") + 1
+        lines = list(parse(data[:whole], self.path))
+        if not lines:
+            self._file.truncate(0)
+            self._write(self.header)
+            return
+        stored, self.records = lines[0], lines[1:]
+        check_same(self.path, stored, self.header)
+        self.header = stored
+        if whole < len(data):
+            self._file.truncate(whole)
+
+    def _write(self, record: Record) -> None:
+        if self._file is None:
+            return
+        line = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=True)
+        self._file.write(line.encode("utf-8", "surrogatepass") + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Stores it for good before it returns."""
+        ready: Record = json_ready(record)
+        self._write(ready)
+        self.records.append(ready)
+
+    def find(self, kind: str, **fields: Any) -> Iterator[Record]:
+        for record in self.records:
+            if record["kind"] == kind and all(record.get(k) == v for k, v in fields.items()):
+                yield record
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def parse(data: bytes, path: Path) -> Iterator[Record]:
+    """The records of whole lines; Error names the line that is none."""
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            record = json.loads(line.decode("utf-8", "surrogatepass"))
+        except ValueError:
+            raise Error(f"{path}: line {number} is not JSON") from None
+        if not isinstance(record, dict) or "kind" not in record:
+            raise Error(f"{path}: line {number} is not a record of a comparison")
+        if number == 1 and (record["kind"] != "header" or record.get("format") != FORMAT):
+            raise Error(f"{path}: not a comparison that this version can read")
+        yield record
+
+
+def read(path: str | os.PathLike[str]) -> tuple[Record, list[Record]]:
+    """Header and records of a file, also while it is being written."""
+    data = Path(path).read_bytes()
+    lines = list(parse(data[: data.rfind(b"\n") + 1], Path(path)))
+    if not lines:
+        raise Error(f"{os.fspath(path)}: no comparison in it")
+    return lines[0], lines[1:]
+
+
+def check_same(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Error if the file was begun with other settings, models or another build."""
+    for part in ("settings", "environment", "lanes"):
+        old, new = stored.get(part), wanted.get(part)
+        if old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            names = sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
+            shown = ", ".join(
+                f"{k}: {old.get(k)!r:.60} there, {new.get(k)!r:.60} now" for k in names
+            )
+        else:
+            shown = f"{part} differ"
+        raise Error(
+            f"{path}: was begun with other {part} ({shown}): rows of two comparisons are not "
+            "mixed; use another file"
+        )
