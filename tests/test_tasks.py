@@ -100,7 +100,8 @@ PROMPTS = {
 
 
 def test_names() -> None:
-    assert sorted(tasks.names()) == sorted(DATA) == sorted(PROMPTS)
+    assert sorted(tasks.names(questions=True)) == sorted(DATA) == sorted(PROMPTS)
+    assert set(tasks.names()) - set(DATA) == {"wikitext2"}
     with pytest.raises(ValueError, match="arc.*must be one of gsm8k"):
         tasks.task("arc")
 

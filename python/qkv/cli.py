@@ -544,7 +544,8 @@ def _add_generate(verbs: Any) -> None:
 
 def _input_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", metavar="FILE", help=".jsonl, or text lines; -: standard input")
-    parser.add_argument("--dataset", choices=tasks.names(), help="questions that come with qkv")
+    datasets = tasks.names(questions=True)
+    parser.add_argument("--dataset", choices=datasets, help="questions that come with qkv")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from . import gsm8k, mgsm, mmlu, mmlu_pro
-from .items import Extraction, Grade, Item, Kind, Prompt, Question, Task
+from . import gsm8k, mgsm, mmlu, mmlu_pro, wikitext2
+from .items import Encode, Extraction, Grade, Item, Kind, Prompt, Question, Task, Window
 
 __all__ = [
+    "Encode",
     "Extraction",
     "Grade",
     "Item",
@@ -16,6 +17,7 @@ __all__ = [
     "Prompt",
     "Question",
     "Task",
+    "Window",
     "load",
     "names",
     "task",
@@ -27,10 +29,12 @@ _NUMERIC: dict[str, Callable[[Extraction], Task]] = {
     "mgsm": mgsm.mgsm,
 }
 _LETTERED: dict[str, Callable[[], Task]] = {"mmlu": mmlu.mmlu, "mmlu_pro": mmlu_pro.mmlu_pro}
+_TEXTS: dict[str, Callable[[], Task]] = {"wikitext2": wikitext2.wikitext2}
 
 
-def names() -> list[str]:
-    return [*_NUMERIC, *_LETTERED]
+def names(*, questions: bool = False) -> list[str]:
+    """All tasks, or those made of questions, which `load` takes."""
+    return [*_NUMERIC, *_LETTERED, *(() if questions else _TEXTS)]
 
 
 def task(name: str, *, extraction: Extraction | None = None, max_tokens: int | None = None) -> Task:
@@ -48,18 +52,24 @@ def task(name: str, *, extraction: Extraction | None = None, max_tokens: int | N
         if extraction is not None:
             raise ValueError(f"extraction: {name} has one way of reading an answer")
         made = _LETTERED[name]()
+    elif name in _TEXTS:
+        if extraction is not None:
+            raise ValueError(f"extraction: {name} has no answers")
+        made = _TEXTS[name]()
     else:
         raise ValueError(f"data set {name!r}: must be one of {', '.join(names())}")
     if max_tokens is None:
         return made
-    if made.kind == "choice" or max_tokens < 1:
-        raise ValueError(
-            f"max_tokens {max_tokens}: "
-            + (f"{name} generates nothing" if made.kind == "choice" else "must be at least 1")
-        )
+    if made.kind != "generate":
+        raise ValueError(f"max_tokens {max_tokens}: {name} generates nothing")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens {max_tokens}: must be at least 1")
     return replace(made, max_tokens=max_tokens)
 
 
 def load(name: str) -> list[Question]:
     """All questions of a data set, in its order."""
-    return list(task(name).questions)
+    made = task(name)
+    if made.kind == "text":
+        raise ValueError(f"data set {name!r}: a text, not questions; see Task.windows")
+    return list(made.questions)

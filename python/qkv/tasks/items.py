@@ -12,16 +12,23 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 DATA = Path(__file__).parent / "data"
 
-Kind = Literal["generate", "choice"]
+Kind = Literal["generate", "choice", "text"]
 Extraction = Literal["flexible", "strict"]
 Prompt = str | list[dict[str, str]]
+Window = tuple[str, list[int]]  # its key and its tokens
 
 # What the harness generates where a task names no bound (its DEFAULT_MAX_GEN_TOKS).
 DEFAULT_MAX_TOKENS = 256
+
+
+class Encode(Protocol):
+    """What `engine.tokenizer.encode` is."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
 class Grade(TypedDict):
@@ -103,19 +110,20 @@ class Task:
     `form` gives the parts of an item's prompt, `stops` its stop strings. A "generate" task reads
     the answer out of the text with `extract` (None: there is none) and compares it with the gold
     answer after both went through `normal`. A "choice" task takes the letter in `letters` whose
-    continuation is the most likely.
+    continuation is the most likely. A "text" task has no questions: its text is scored in windows.
     """
 
     name: str
     kind: Kind
-    questions: tuple[Question, ...]
-    form: Callable[[int], Form]
+    questions: tuple[Question, ...] = ()
+    form: Callable[[int], Form] = lambda place: Form("")
     chance: float = 0.0  # the accuracy of guessing
     max_tokens: int = 0
     stops: Callable[[Question], tuple[str, ...]] = lambda question: ()
     extract: Callable[[Question, str], str | None] = lambda question, text: None
     normal: Callable[[str], str] = str
     letters: tuple[str, ...] = ()
+    text: Callable[[], str] = lambda: ""
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -154,6 +162,45 @@ class Task:
             turns.append((turn, place))
         return sorted(place for _, place in sorted(turns)[:limit])
 
+    def windows(
+        self, encode: Encode, *, length: int = 512, limit: int | None = None
+    ) -> list[Window]:
+        """A text in windows of `length` tokens, at most `limit` of them; for KL and perplexity.
+
+        The text is tokenized once, as a whole, with the model's own tokenizer
+        (`engine.tokenizer.encode`). Windows follow each other without overlap; what is left at the
+        end is dropped. Where the tokenizer starts a text with BOS, every window starts with it, and
+        it counts as one of the `length` tokens. All tokens of a window but the first are meant to
+        be scored, BOS being the first:
+
+            ids = [ids for _, ids in tasks.task("wikitext2").windows(engine.tokenizer.encode)]
+            nll = np.concatenate([-score.token_logprobs for score in engine.score(ids)])
+            perplexity = np.exp(nll.mean(dtype=np.float64))
+
+        This is the perplexity per token by window: figures of models with other tokenizers, other
+        lengths and other tools are about something else. llama.cpp's `perplexity` (512 tokens too)
+        scores the second half of each window and puts BOS in the place of a window's first token.
+        The `wikitext` of lm-evaluation-harness takes page by page, detokenized, in windows as long
+        as the model allows, and divides by words.
+        """
+        if self.kind != "text":
+            raise ValueError(f"{self.name}: has items, not windows of a text")
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit {limit}: must be at least 1")
+        first = leading_tokens(encode)
+        new = length - len(first)
+        if length < 2 or new < 1:
+            raise ValueError(f"length {length}: must be at least {max(2, len(first) + 1)} tokens")
+        ids = encode(self.text(), add_special_tokens=False)
+        whole = len(ids) // new
+        if whole == 0:
+            raise ValueError(f"length {length}: {self.name} has {len(ids)} tokens")
+        count = whole if limit is None else min(limit, whole)
+        return [
+            (f"{self.name}-{length}-{place}", first + ids[place * new : (place + 1) * new])
+            for place in range(count)
+        ]
+
     def grade(self, item: Item, result: str | Sequence[float]) -> Grade:
         """Judges a generated text, or the log-likelihoods of an item's `choices`."""
         if isinstance(result, str):
@@ -182,6 +229,20 @@ class Task:
         best = max(range(len(logprobs)), key=lambda place: logprobs[place])
         answer = self.letters[best]
         return {"correct": answer == item.reference, "answer": answer, "answered": True}
+
+
+def leading_tokens(encode: Encode) -> list[int]:
+    """What the tokenizer puts before a text: BOS, or nothing."""
+    plain, special = (encode("x", add_special_tokens=given) for given in (False, True))
+    for start in range(len(special) - len(plain) + 1):
+        if special[start : start + len(plain)] == plain:
+            return special[:start]
+    return []
+
+
+def read_text(name: str) -> str:
+    with gzip.open(DATA / name, "rt", encoding="utf-8", newline="") as file:
+        return file.read()
 
 
 def read_rows(name: str) -> list[dict[str, Any]]:
