@@ -1,15 +1,17 @@
 """The records of a comparison, one JSON object a line, written as the rows are done: what was
-finished before a crash is not computed again, and a report needs the file alone.
+finished before a crash is not computed again, and a report needs the file alone. Arrays of one
+value per token are packed: base64 of little-endian float32 (of bytes for top1).
 
 The first line is the header. A record is written whole or not at all: what a crash left of a last
 line is cut off when the file is opened again. Records, by "kind":
 
   header   format, settings (all that a result depends on), environment, lanes (results.Lane)
+  model    model, digest, weights_bytes, lanes {name: {"scales", "scales_digest", "pool_tokens"}}
   rerun    model, items, identical, first_difference
   answer   model, task, key, place, stratum, lanes {name: answer}
              answer: answer (str | None), correct, answered, truncated, n_tokens,
-             text and token_ids (generate), choices (choice: log-likelihoods), scores (the hook's),
-             or error
+             text and token_ids (generate), choices (choice: log-likelihoods), or error
+           scores: what the hook on_finish gave
   forced   model, task, key, start (position of the first scored token), lanes {name: scores}
              scores: logprobs [n]; kl, kl_reverse, top1 [n] except for the model's first lane
   speed    model, lanes {name: {"decode": tokens/s, "prefill": tokens/s}}
@@ -19,6 +21,7 @@ line is cut off when the file is opened again. Records, by "kind":
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
@@ -27,12 +30,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from .._core import Error
 from ..outputs import json_ready
 
 FORMAT = 1
 
 Record = dict[str, Any]
+
+_PACKED = {"logprobs": "<f4", "kl": "<f4", "kl_reverse": "<f4", "top1": "u1"}
+
+
+def _pack(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _pack(item, key) for key, item in value.items()}
+    if isinstance(value, list) and name in _PACKED:
+        return base64.b64encode(np.asarray(value, _PACKED[name]).tobytes()).decode("ascii")
+    return value
+
+
+def _unpack(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _unpack(item, key) for key, item in value.items()}
+    if isinstance(value, str) and name in _PACKED:
+        array = np.frombuffer(base64.b64decode(value, validate=True), _PACKED[name])
+        return (array.astype(bool) if name == "top1" else array).tolist()
+    return value
 
 
 class Journal:
@@ -80,7 +104,7 @@ class Journal:
     def _write(self, record: Record) -> None:
         if self._file is None:
             return
-        line = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=True)
+        line = json.dumps(_pack(record), ensure_ascii=False, separators=(",", ":"), allow_nan=True)
         self._file.write(line.encode("utf-8", "surrogatepass") + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -117,7 +141,7 @@ def parse(data: bytes, path: Path) -> Iterator[Record]:
     """The records of whole lines; Error names the line that is none."""
     for number, line in enumerate(data.splitlines(), 1):
         try:
-            record = json.loads(line.decode("utf-8", "surrogatepass"))
+            record = _unpack(json.loads(line.decode("utf-8", "surrogatepass")))
         except ValueError:
             raise Error(f"{path}: line {number} is not JSON") from None
         if not isinstance(record, dict) or "kind" not in record:
@@ -138,6 +162,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Record, list[Record]]:
 
 def check_same(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Error if the file was begun with other settings, models or another build."""
+    wanted = json.loads(json.dumps(wanted))  # tuples are lists in the file
     for part in ("settings", "environment", "lanes"):
         old, new = stored.get(part), wanted.get(part)
         if old == new:
