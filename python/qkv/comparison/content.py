@@ -1,0 +1,597 @@
+"""What a report says, without how it looks: sections of paragraphs and tables, made from Findings.
+report.py prints them, page.py makes HTML of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..stats import Interval
+from .results import Findings, Kl, Lane, LaneResult, Mix, Sensitivity, TaskResult, TwoByTwo
+
+#: As a cell: there is no such number.
+NONE = "-"
+#: A terminal shows so many of a sensitivity table's rows.
+_BAR = 20
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text. The first `keys` columns say what a row is; the first `left` are words."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    keys: int = 1
+    left: int = 1
+    title: str = ""
+    #: Most rows to show in a terminal; they come most important first.
+    most: int | None = None
+    #: On the page, where there may be a plot of the same, it is there for those who want it.
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Code:
+    """To be copied as it is."""
+
+    text: str
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Bullets:
+    lines: tuple[str, ...]
+
+
+Block = str | Table | Code | Bullets
+
+
+@dataclass(frozen=True)
+class Section:
+    """key: a name for anchors and plots."""
+
+    key: str
+    title: str
+    blocks: tuple[Block, ...]
+
+
+Show = Callable[[str], str]
+
+
+# ---- words and numbers -----------------------------------------------------------------------
+
+
+def clean(value: object) -> str:
+    """On one line, and with nothing that a terminal or a browser would obey: names and notes come
+    from files."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(value)
+    )
+
+
+def shortened(names: Iterable[str], most: int) -> dict[str, str]:
+    """Each name cleaned and cut in the middle to at most about `most` characters, still unique."""
+    found: dict[str, str] = {}
+    for name in names:
+        text = clean(name)
+        if len(text) > most:
+            text = f"{text[: most - most // 2 - 1]}…{text[len(text) - most // 2 :]}"
+        taken, base, count = set(found.values()), text, 1
+        while text in taken:
+            count += 1
+            text = f"{base}#{count}"
+        found[name] = text
+    return found
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A few digits of a number that may be tiny or large: 0.000941, 12.3, 2.5e-07."""
+    if not math.isfinite(value):
+        return "inf" if value > 0 else "-inf" if value < 0 else "nan"
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-5 or abs(value) >= 1e6:
+        return f"{value:.{digits - 1}e}"
+    places = max(digits - 1 - math.floor(math.log10(abs(value))), 0)
+    return f"{value:.{places}f}"
+
+
+def percent(share: float, places: int = 2) -> str:
+    """0.6123 -> "61.23"; what is above 0 never reads as 0."""
+    least = 10.0**-places
+    if 0 < 100 * share < least / 2:
+        return f"<{least:.{places}f}"
+    return f"{100 * share:.{places}f}"
+
+
+def points(loss: float, places: int = 2) -> str:
+    """With its sign: a loss of 0.015 is "+1.50", a gain is below 0."""
+    text = f"{100 * loss:+.{places}f}"
+    return text if text.strip("+-0.") else text[1:]
+
+
+def p_value(p: float) -> str:
+    return "<0.0001" if p < 0.0001 else f"{p:.4f}"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.2f} x" if ratio else NONE
+
+
+def with_interval(value: str, interval: Interval | None, form: Callable[[float], str]) -> str:
+    if interval is None:
+        return f"{value} [{NONE}]"
+    return f"{value} [{form(interval.lower)}, {form(interval.upper)}]"
+
+
+def kl_cell(mean: float, interval: Interval | None) -> str:
+    return with_interval(number(mean), interval, lambda x: number(x, 2))
+
+
+def plural(n: int, word: str) -> str:
+    return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
+
+
+# ---- who is who ------------------------------------------------------------------------------
+
+
+def in_order(findings: Findings, task: TaskResult) -> Iterator[tuple[Lane, LaneResult]]:
+    """A task's lanes in the order of the comparison's."""
+    for lane in findings.lanes:
+        if lane.name in task.lanes:
+            yield lane, task.lanes[lane.name]
+
+
+def control_of(findings: Findings, lane: Lane) -> Lane | None:
+    """The control lane that runs over the same weights, else any."""
+    found = [other for other in findings.lanes if other.control]
+    same = [other for other in found if other.model == lane.model]
+    return next(iter(same or found), None)
+
+
+def times_control(findings: Findings, task: TaskResult, lane: Lane) -> float | None:
+    """A lane's mean KL over the control lane's; None where there is nothing to divide by."""
+    control = control_of(findings, lane)
+    result = None if control is None else task.lanes.get(control.name)
+    own = task.lanes[lane.name].kl
+    if result is None or result.kl is None or own is None or result.kl.mean <= 0 or lane.control:
+        return None
+    return own.mean / result.kl.mean
+
+
+# ---- the verdict and what was run ------------------------------------------------------------
+
+
+def verdict_rows(findings: Findings, show: Show) -> list[tuple[str, str, str]]:
+    """Lane, verdict, reason in words."""
+    rows = []
+    for lane in findings.lanes:
+        verdict = findings.verdicts.get(lane.name)
+        if verdict is None:
+            continue
+        reason = clean(verdict.reason)
+        if len(verdict.differs) > 1:
+            what = " and ".join(map(clean, verdict.differs))
+            way = (
+                "the 2 x 2 below tells them apart"
+                if findings.two_by_two
+                else "run the 2 x 2 (every model with every KV format) to tell them apart"
+            )
+            reason += f"; {what} differ from the baseline at once: {way}"
+        rows.append((show(lane.name), clean(verdict.kind).upper(), reason))
+    return rows
+
+
+def run_lines(findings: Findings, show: Show) -> tuple[str, str]:
+    """The model, the yardstick; the tasks, the rerun check."""
+    models = list(dict.fromkeys(clean(lane.model) for lane in findings.lanes))
+    controls = [show(lane.name) for lane in findings.lanes if lane.control]
+    baseline = show(findings.lanes[0].name) if findings.lanes else NONE
+    first = (
+        f"{'Model' if len(models) == 1 else 'Models'} {', '.join(models) or NONE}; "
+        f"baseline {baseline}; margin {100 * findings.margin:g} "
+        f"{'point' if findings.margin == 0.01 else 'points'} of accuracy; "
+        f"control lane: {', '.join(controls) or 'none'}."
+    )
+    tasks = ", ".join(
+        f"{clean(name)} (n = {task.n:,} of {task.size:,})" for name, task in findings.tasks.items()
+    )
+    return first, f"Tasks: {tasks or 'none'}. {rerun_line(findings)}"
+
+
+def rerun_line(findings: Findings) -> str:
+    rerun = findings.rerun
+    if rerun is None:
+        return "Rerun check: not run."
+    what = f"{plural(rerun.items, 'item')} x {plural(rerun.lanes, 'lane')}"
+    if rerun.identical:
+        return f"Rerun check: {what} in another order and batch size, bit-identical."
+    where = f" ({clean(rerun.first_difference)})" if rerun.first_difference else ""
+    return f"Rerun check: FAILED, {what} in another order and batch size differ{where}."
+
+
+# ---- tasks -----------------------------------------------------------------------------------
+
+_KINDS = {"generate": "generated answers", "choice": "multiple choice", "text": "given text"}
+
+
+def _task_line(task: TaskResult) -> str:
+    line = f"{_KINDS.get(task.kind, clean(task.kind))}, n = {task.n:,}"
+    if task.asked != task.n:
+        line += f" of {task.asked:,} asked for"
+    line += f", the data set has {task.size:,}"
+    if task.chance:
+        line += f"; chance is {percent(task.chance, 1)} %"
+    return line + (f"; {clean(task.note)}" if task.note else "")
+
+
+def _answers_table(findings: Findings, task: TaskResult, show: Show) -> Table | None:
+    rows = []
+    for lane, result in in_order(findings, task):
+        a = result.answers
+        if a is None:
+            continue
+        accuracy = percent(a.correct / a.n) if a.n else NONE
+        rows.append((
+            show(lane.name),
+            f"{a.correct:,}/{a.n:,}",
+            with_interval(accuracy, a.interval, percent),
+            f"{a.truncated:,}",
+            f"{a.unanswered:,}",
+            f"{a.errors:,}",
+            number(a.mean_tokens) if a.mean_tokens else NONE,
+        ))  # fmt: skip
+    head = (
+        "lane", "correct", "accuracy % [95 %]", "truncated", "unanswered", "errors", "tokens/row",
+    )  # fmt: skip
+    return Table(head, tuple(rows)) if rows else None
+
+
+def _pairs_table(findings: Findings, task: TaskResult, show: Show) -> Table | None:
+    rows = []
+    for lane, result in in_order(findings, task):
+        p = result.pair
+        if p is None:
+            continue
+        detectable = points(p.detectable)[1:] if math.isfinite(p.detectable) else "none"
+        kind = "(control)" if p.verdict is None else p.verdict.kind
+        rows.append((
+            show(lane.name),
+            kind,
+            f"{p.lost}/{p.gained}/{p.other_wrong}",
+            with_interval(points(p.loss), p.interval, points),
+            p_value(p.p_exact),
+            p_value(p.p_holm),
+            detectable,
+        ))  # fmt: skip
+    head = (
+        "lane", "verdict", "lost/gained/other wrong", "loss, points [95 %]", "exact p", "Holm p",
+        "detectable",
+    )  # fmt: skip
+    title = f"Beside {show(findings.lanes[0].name)}"
+    return Table(head, tuple(rows), left=2, title=title) if rows else None
+
+
+def _clustered_lines(findings: Findings, task: TaskResult, show: Show) -> list[str]:
+    shown = [
+        f"{show(lane.name)} "
+        + with_interval(points(result.pair.loss), result.pair.clustered, points)
+        for lane, result in in_order(findings, task)
+        if result.pair is not None and result.pair.clustered is not None
+    ]
+    if not shown:
+        return []
+    return [
+        "Loss with the interval that counts the task's strata as clusters (not used for the "
+        f"verdict): {'; '.join(shown)}."
+    ]
+
+
+def _strata_table(findings: Findings, task: TaskResult, show: Show) -> Table | None:
+    """Correct answers by stratum, those first where a lane lost most."""
+    lanes = [(lane, result.strata) for lane, result in in_order(findings, task) if result.strata]
+    if not lanes:
+        return None
+    first = lanes[0][1]
+
+    def worst(stratum: str) -> float:
+        base = first[stratum]
+        losses = [
+            base.correct / base.n - strata[stratum].correct / strata[stratum].n
+            for _, strata in lanes
+            if base.n and stratum in strata and strata[stratum].n
+        ]
+        return max(losses, default=0.0)
+
+    rows = []
+    for stratum in sorted(first, key=lambda name: -worst(name)):
+        found = [strata.get(stratum) for _, strata in lanes]
+        cells = (NONE if a is None else f"{a.correct:,}/{a.n:,}" for a in found)
+        rows.append((clean(stratum), *cells))
+    head = ("stratum", *(show(lane.name) for lane, _ in lanes))
+    title = "Correct by stratum, the largest loss first"
+    return Table(head, tuple(rows), title=title, most=12, folded=True)
+
+
+def task_sections(findings: Findings, show: Show) -> Iterator[Section]:
+    for name, task in findings.tasks.items():
+        found = [_answers_table(findings, task, show), _pairs_table(findings, task, show)]
+        blocks: list[Block] = [_task_line(task)]
+        blocks += [table for table in found if table is not None]
+        blocks += _clustered_lines(findings, task, show)
+        strata = _strata_table(findings, task, show)
+        blocks += [] if strata is None else [strata]
+        yield Section("task", f"Task {clean(name)}", tuple(blocks))
+
+
+# ---- KL --------------------------------------------------------------------------------------
+
+
+def _kl_row(findings: Findings, task: TaskResult, lane: Lane, show: Show) -> tuple[str, ...]:
+    kl = task.lanes[lane.name].kl
+    assert kl is not None
+    ratio = times_control(findings, task, lane)
+    x_control = "control" if lane.control else NONE if ratio is None else number(ratio)
+    return (
+        clean(task.task),
+        show(lane.name),
+        f"{kl.n_tokens:,}",
+        kl_cell(kl.mean, kl.interval),
+        x_control + (" ALARM" if kl.alarm else ""),
+        percent(kl.top1),
+        with_interval(_signed(kl.nll_change), kl.nll_interval, lambda x: _signed(x, 2)),
+        number(kl.median),
+        number(kl.p99),
+        number(kl.p999),
+        number(kl.max),
+        number(kl.mean_reverse),
+        percent(kl.rms_p_change),
+    )
+
+
+def _signed(value: float, digits: int = 3) -> str:
+    return ("+" if value > 0 else "") + number(value, digits)
+
+
+def _kl_notes(findings: Findings, show: Show) -> Iterator[str]:
+    """Tokens without a KL, and lanes that were not compared with the baseline."""
+    first = findings.lanes[0].name if findings.lanes else ""
+    against: dict[str, list[str]] = {}
+    for name, task in findings.tasks.items():
+        for lane, result in in_order(findings, task):
+            kl = result.kl
+            if kl is None:
+                continue
+            if kl.not_finite:
+                yield (
+                    f"NOT FINITE: {show(lane.name)} on {clean(name)} gave NaN or infinity on "
+                    f"{plural(kl.not_finite, 'token')} of {kl.n_tokens:,}; no figure has them."
+                )
+            lanes = against.setdefault(kl.against or first, [])
+            if show(lane.name) not in lanes:
+                lanes.append(show(lane.name))
+    for other, lanes in against.items():
+        if other != first:
+            yield f"{', '.join(lanes)}: KL is against {show(other)}, which has the same weights."
+
+
+def _perplexity_line(findings: Findings, show: Show) -> list[str]:
+    lines = []
+    for name, task in findings.tasks.items():
+        shown = [
+            f"{show(lane.name)} {result.perplexity:.4f}"
+            for lane, result in in_order(findings, task)
+            if result.perplexity is not None
+        ]
+        if shown:
+            lines.append(f"Perplexity on {clean(name)}: {', '.join(shown)}.")
+    return lines
+
+
+def _bucket_table(findings: Findings, task: TaskResult, show: Show) -> Table | None:
+    kls: list[tuple[Lane, Kl]] = [
+        (lane, result.kl) for lane, result in in_order(findings, task) if result.kl is not None
+    ]
+    spans = sorted({(b.low, b.high) for _, kl in kls for b in kl.buckets})
+    if not spans:
+        return None
+    rows = []
+    for lane, kl in kls:
+        means = {(b.low, b.high): number(b.mean) for b in kl.buckets}
+        rows.append((show(lane.name), *(means.get(span, NONE) for span in spans)))
+    head = ("lane", *(f"{low}..{high - 1}" for low, high in spans))
+    title = f"Mean KL by position, {clean(task.task)}"
+    return Table(head, tuple(rows), title=title, folded=True)
+
+
+def kl_section(findings: Findings, show: Show) -> Section | None:
+    rows = [
+        _kl_row(findings, task, lane, show)
+        for task in findings.tasks.values()
+        for lane, result in in_order(findings, task)
+        if result.kl is not None
+    ]
+    if not rows:
+        return None
+    head = (
+        "task", "lane", "tokens", "mean [95 %]", "x control", "top-1 %", "NLL change [95 %]",
+        "median", "99 %", "99.9 %", "max", "reverse", "RMS dp %",
+    )  # fmt: skip
+    blocks: list[Block] = [
+        "Both lanes predict the same given tokens; KL is in nats per token, 0 is no change at all.",
+        Table(head, tuple(rows), keys=2, left=2),
+        *_kl_notes(findings, show),
+        *_perplexity_line(findings, show),
+    ]
+    for task in findings.tasks.values():
+        table = _bucket_table(findings, task, show)
+        if table is not None:
+            blocks.append(table)
+    return Section("kl", "KL: how far the predictions moved", tuple(blocks))
+
+
+# ---- what was gained, where texts part -------------------------------------------------------
+
+
+def gained_section(findings: Findings, show: Show) -> Section | None:
+    if not findings.lanes:
+        return None
+    first = findings.lanes[0]
+    rows = []
+    for lane in findings.lanes:
+        ratio = lane.pool_tokens / first.pool_tokens if first.pool_tokens else 0.0
+        rows.append((
+            show(lane.name),
+            f"{lane.bytes_per_token:,}" if lane.bytes_per_token else NONE,
+            f"{lane.pool_tokens:,} ({times(ratio)})" if lane.pool_tokens else NONE,
+            times(lane.decode_speed),
+            times(lane.prefill_speed),
+            clean(lane.scales) or NONE,
+            percent(lane.clipped, 4),
+            percent(lane.flushed, 4),
+        ))  # fmt: skip
+    head = (
+        "lane", "bytes/token", "pool tokens", "decode", "prefill", "scales from", "clipped %",
+        "flushed %",
+    )  # fmt: skip
+    note = (
+        f"Speeds are relative to {show(first.name)}. Clipped values lay beyond the format's range; "
+        "flushed ones were stored as zero."
+    )
+    return Section("gained", "What was gained", (Table(head, tuple(rows)), note))
+
+
+def divergence_section(findings: Findings, show: Show) -> Section | None:
+    rows = []
+    for name, task in findings.tasks.items():
+        for lane, result in in_order(findings, task):
+            d = result.divergence
+            if d is None:
+                continue
+            share = f" ({percent(d.identical / d.n, 1)} %)" if d.n else ""
+            rows.append((
+                clean(name),
+                show(lane.name),
+                f"{d.identical:,}/{d.n:,}{share}",
+                NONE if d.median_first is None else f"{d.median_first:g}",
+                percent(d.hazard, 3),
+                NONE if d.excess is None else points(d.excess, 3),
+            ))  # fmt: skip
+    if not rows:
+        return None
+    head = (
+        "task", "lane", "identical outputs", "median first difference", "hazard %/token", "excess",
+    )  # fmt: skip
+    note = (
+        "Hazard is the chance per token that a generated text parts from the baseline's; excess is "
+        "the hazard less the control lane's. Texts that part are not yet wrong."
+    )
+    table = Table(head, tuple(rows), keys=2, left=2)
+    return Section("divergence", "Where generated texts part", (table, note))
+
+
+# ---- layers ----------------------------------------------------------------------------------
+
+
+def _bar(value: float, largest: float) -> str:
+    return "#" * round(_BAR * value / largest) if largest > 0 and value > 0 else ""
+
+
+def _layers_table(found: Sensitivity) -> Table:
+    by_kl = sorted(found.layers, key=lambda entry: -entry.kl)
+    largest = by_kl[0].kl if by_kl else 0.0
+    rows = tuple(
+        (
+            str(entry.layer),
+            entry.part.upper() if entry.part != "kv" else "K and V",
+            _bar(entry.kl, largest).ljust(_BAR),
+            kl_cell(entry.kl, entry.interval),
+            percent(entry.top1),
+        )
+        for entry in by_kl
+    )
+    head = ("layer", "part", "", "KL [95 %]", "top-1 %")
+    return Table(head, rows, keys=2, left=3, most=24, folded=True)
+
+
+def _mix_blocks(mix: Mix) -> Iterator[Block]:
+    state = "stays under" if mix.met else "does NOT stay under"
+    yield (
+        f"The mix that was found and run: KL {kl_cell(mix.kl, mix.interval)} at "
+        f"{mix.bytes_per_token:,} bytes per token; it {state} the bound of {number(mix.bound)}."
+    )
+    yield Code(f"kv_cache_dtype={as_code(mix.kv_cache_dtype)}", "The mix, as Engine takes it")
+    if mix.tried:
+        head = ("layers kept in bf16", "KL", "bytes/token")
+        rows = tuple((f"{n:,}", number(kl), f"{size:,}") for n, kl, size in mix.tried)
+        yield Table(head, rows, title="Mixes tried")
+
+
+def sensitivity_sections(findings: Findings, show: Show) -> Iterator[Section]:
+    for name, found in findings.sensitivity.items():
+        control = "" if found.control is None else f"; control {number(found.control)}"
+        blocks: list[Block] = [
+            f"One layer's K or V in {clean(found.lane)}, all else as the baseline; scored on "
+            f"{clean(found.text)} ({plural(found.n_tokens, 'token')}). Every layer at once: KL "
+            f"{number(found.full)}{control}.",
+            _layers_table(found),
+        ]
+        if found.mix is not None:
+            blocks += _mix_blocks(found.mix)
+        total = found.computed + found.skipped
+        if total:
+            blocks.append(
+                f"Computed {found.computed:,} rows x layers; {found.skipped:,} "
+                f"({percent(found.skipped / total, 0)} %) lay below the change and were shared."
+            )
+        yield Section("sensitivity", f"Which layers matter: {show(name)}", tuple(blocks))
+
+
+# ---- 2 x 2, warnings, all of it ---------------------------------------------------------------
+
+
+def _two_by_two(found: TwoByTwo) -> Iterator[Block]:
+    rows = tuple(
+        (clean(model), *(percent(accuracy) for accuracy in row))
+        for model, row in zip(found.models, found.accuracy, strict=True)
+    )
+    head = (f"accuracy %, {clean(found.task)}", *map(clean, found.kv))
+    yield Table(head, rows)
+    yield (
+        f"Loss in points: weights alone {points(found.weights_loss)}, KV cache alone "
+        f"{points(found.kv_loss)}, both {points(found.both_loss)}; beyond their sum "
+        f"{points(found.interaction)}."
+    )
+
+
+def sections(findings: Findings, show: Show) -> list[Section]:
+    """After the verdicts and what was run."""
+    found: list[Section | None] = [
+        *task_sections(findings, show),
+        kl_section(findings, show),
+        gained_section(findings, show),
+        divergence_section(findings, show),
+        *sensitivity_sections(findings, show),
+    ]
+    if findings.two_by_two:
+        blocks = [block for entry in findings.two_by_two for block in _two_by_two(entry)]
+        found.append(Section("two_by_two", "Weights and KV cache apart", tuple(blocks)))
+    if findings.warnings:
+        lines = Bullets(tuple(map(clean, findings.warnings)))
+        found.append(Section("warnings", "Warnings", (lines,)))
+    return [section for section in found if section is not None]
+
+
+def as_code(value: Any) -> str:
+    """A literal of Python: of plain values only, so that it can be pasted."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{as_code(k)}: {as_code(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(as_code, value)) + "]"
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    text = str(value)
+    quoted = clean(text.replace("\\", "\\\\").replace('"', '\\"'))
+    return f'"{quoted}"'

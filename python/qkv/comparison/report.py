@@ -1,0 +1,96 @@
+"""How Findings are shown in a terminal, and as data frames. The page is page.py's."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from .. import tables
+from .content import (
+    Block,
+    Bullets,
+    Code,
+    Table,
+    plural,
+    run_lines,
+    sections,
+    shortened,
+    verdict_rows,
+)
+from .results import Findings
+
+#: A terminal's columns, and those of a lane's name in it.
+WIDTH = 110
+_NAME = 30
+
+
+def text(findings: Findings) -> str:
+    """Opens with the verdict of each lane. At most 110 columns, but for code to copy and for words
+    that are longer than that."""
+    names = shortened((lane.name for lane in findings.lanes), _NAME)
+
+    def show(name: str) -> str:
+        return names.get(name) or shortened([name], _NAME)[name]
+
+    lines = list(_verdicts(verdict_rows(findings, show)))
+    lines.append("")
+    for line in run_lines(findings, show):
+        lines += _wrapped(line)
+    for section in sections(findings, show):
+        lines += ["", section.title, "-" * min(len(section.title), WIDTH)]
+        for block in section.blocks:
+            lines += _block(block)
+    return "\n".join(lines)
+
+
+def _wrapped(line: str, first: str = "", rest: str = "") -> list[str]:
+    return textwrap.wrap(
+        line, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
+
+
+def _verdicts(rows: list[tuple[str, str, str]]) -> Iterator[str]:
+    if not rows:
+        yield "No verdict: there is no lane beside the baseline."
+        return
+    lane, kind = (max(len(row[i]) for row in rows) for i in (0, 1))
+    for row in rows:
+        yield from _wrapped(
+            row[2], f"{row[0]:<{lane}}  {row[1]:<{kind}}  ", " " * (lane + kind + 4)
+        )
+
+
+def _block(block: Block) -> list[str]:
+    if isinstance(block, str):
+        return _wrapped(block)
+    if isinstance(block, Bullets):
+        return [line for entry in block.lines for line in _wrapped(entry, "- ", "  ")]
+    if isinstance(block, Code):
+        return [f"{block.title}:", *(f"    {line}" for line in block.text.splitlines())]
+    lines = ["", f"{block.title}:"] if block.title else [""]
+    rows = block.rows[: block.most]
+    for columns in _pieces(block):
+        head = [block.head[i] for i in columns]
+        left = sum(i < block.left for i in columns)
+        lines += tables.text(head, [[row[i] for i in columns] for row in rows], left=left).split(
+            "\n"
+        )
+        lines.append("")
+    if len(rows) < len(block.rows):
+        lines[-1:] = [f"... and {plural(len(block.rows) - len(rows), 'row')} more below these", ""]
+    return lines[:-1]
+
+
+def _pieces(table: Table) -> Iterator[list[int]]:
+    """The columns of a table too wide for a terminal, in pieces that each begin with its keys."""
+    widths = [
+        max(len(cell) for cell in column) for column in zip(table.head, *table.rows, strict=True)
+    ]
+    keys = list(range(table.keys))
+    piece = list(keys)
+    for i in range(table.keys, len(widths)):
+        if sum(widths[k] + 2 for k in [*piece, i]) - 2 > WIDTH and len(piece) > len(keys):
+            yield piece
+            piece = list(keys)
+        piece.append(i)
+    yield piece
