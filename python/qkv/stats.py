@@ -230,7 +230,7 @@ def hazard(share_identical: float, mean_length: float) -> float:
     """The chance per token that two outputs part, from the share that never did."""
     share = _number("share_identical", share_identical, 0, 1)
     length = _number("mean_length", mean_length, 0, math.inf, "()")
-    return -math.expm1(math.log(share) / length) if share else 1.0
+    return 0.0 - math.expm1(math.log(share) / length) if share else 1.0  # 0 and not -0
 
 
 # ---- how many items --------------------------------------------------------------------------

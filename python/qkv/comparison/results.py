@@ -61,7 +61,12 @@ class Kl:
     nll_interval: Interval | None
     rms_p_change: float  # root mean square of the change of the given token's probability
     buckets: tuple[Bucket, ...]
-    alarm: bool  # the interval's lower limit is beyond ten times the control lane's mean
+    #: The interval's lower limit is beyond ten times the control lane's mean, or not_finite > 0.
+    alarm: bool
+    #: Of n_tokens: NaN or infinite, and left out of every figure here.
+    not_finite: int = 0
+    #: The lane that was compared with: the first one of the same weights.
+    against: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +110,15 @@ class Pair:
     p_exact: float  # McNemar
     p_mid: float
     p_holm: float  # p_exact adjusted over the tasks of this lane
-    detectable: float  # the smallest loss that this n shows with a power of 80 %
-    verdict: Verdict
+    #: The smallest loss that this n shows with a power of 80 %; inf: n is too small for any.
+    detectable: float
+    verdict: Verdict | None  # None for the control lane
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaneResult:
-    """One lane on one task. pair and verdicts are None for the baseline, and for tasks without
-    answers; kl is None where nothing was scored (lanes of another model)."""
+    """One lane on one task. pair is None for the baseline, and for tasks without answers; kl for a
+    model's first lane, and where nothing was scored."""
 
     lane: str
     answers: Answers | None = None
@@ -121,6 +127,8 @@ class LaneResult:
     divergence: Divergence | None = None
     #: Only for tasks of given text: exp of the mean negative log-likelihood.
     perplexity: float | None = None
+    #: The answers by stratum (MMLU's subjects, needle's length and depth), where there are any.
+    strata: Mapping[str, Answers] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
