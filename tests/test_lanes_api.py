@@ -123,6 +123,24 @@ def test_scored_continuations_of_lanes(tiny: Callable[..., Path]) -> None:
     assert tail is not None and own is not None and np.array_equal(tail[-n:], own)
 
 
+def test_the_control_lane_differs_from_bf16_and_little(tiny: Callable[..., Path]) -> None:
+    """Less than fp8 does, and the same whatever else is in the batch."""
+    lanes = ["bf16", "bf16_stochastic", "fp8_e5m2"]
+    rows: list[Any] = [[1 + (i * i + j) % 97 for i in range(60)] for j in range(4)]
+    with qkv.Engine(tiny("llama"), kv_cache_dtype=lanes, **SMALL) as engine:
+        scores = engine.score(rows, progress=False)
+        again = engine.score([rows[2]], progress=False)[0]
+    means = {}
+    for name in lanes[1:]:
+        kls = [score.lanes[name].kl for score in scores]
+        means[name] = np.mean([kl.mean() for kl in kls if kl is not None])
+    assert 0 < means["bf16_stochastic"] < means["fp8_e5m2"] / 10
+    one, other = (score.lanes["bf16_stochastic"] for score in (scores[2], again))
+    assert one.kl is not None and other.kl is not None
+    assert np.array_equal(one.kl, other.kl)
+    assert np.array_equal(one.token_logprobs, other.token_logprobs)
+
+
 def score_ids(engine: qkv.Engine, prompt: str, more: str) -> list[int]:
     return engine.tokenizer.encode(prompt + more)
 

@@ -268,6 +268,12 @@ def test_engine_counts_as_the_plan_does(tiny: Callable[..., Path]) -> None:
             assert options.token_bytes(config, lanes) == n_bytes
 
 
+def test_the_control_lane_counts_as_bf16_when_asked_for() -> None:
+    found = plan(QWEN3_8B, memory_gib=100, kv_cache_dtypes=["bf16", "bf16_stochastic"])
+    assert found.bytes_per_token["bf16_stochastic"] == found.bytes_per_token["bf16"]
+    assert "bf16_stochastic" not in plan(QWEN3_8B, memory_gib=100).bytes_per_token
+
+
 # What it refuses, and how it looks.
 
 

@@ -29,7 +29,7 @@ from qkv import _core
 SMALL = 192
 N_REQUESTS = 20
 SCALED = ("fp8_e4m3", "fp8_e5m2", "nvfp4")
-FORMATS = ("bf16", *SCALED, "mxfp8", "fp4_mx_block16")
+FORMATS = ("bf16", "bf16_stochastic", *SCALED, "mxfp8", "fp4_mx_block16")
 
 
 class Cache(NamedTuple):
@@ -52,6 +52,7 @@ CACHES = {
     "mxfp8": Cache("qwen3", everywhere("mxfp8", "mxfp8")),
     "nvfp4": Cache("llama", everywhere("nvfp4", "nvfp4")),
     "fp4_mx_block16": Cache("mistral", everywhere("fp4_mx_block16", "fp4_mx_block16")),
+    "bf16_stochastic": Cache("llama", everywhere("bf16_stochastic", "bf16_stochastic")),
     "K and V apart": Cache("qwen3", everywhere("bf16", "nvfp4")),
     "by layer": Cache(
         "gemma3", [("bf16", "fp8_e4m3"), ("fp4_mx_block16", "mxfp8"), ("nvfp4", "fp8_e5m2")]
@@ -61,7 +62,9 @@ CACHES = {
         "mistral", [("nvfp4", "bf16"), ("bf16", "fp4_mx_block16")], "fp8_e4m3"
     ),
 } | {
-    f"by layer, {isa}": Cache("qwen3", [("nvfp4", "fp8_e4m3"), ("mxfp8", "bf16")], isa=isa)
+    f"by layer, {isa}": Cache(
+        "qwen3", [("nvfp4", "fp8_e4m3"), ("mxfp8", "bf16_stochastic")], isa=isa
+    )
     for isa, usable in _core.isas()
     if usable
 }

@@ -87,8 +87,8 @@ struct qkv_kv_desc {
 
 /* What was stored for one head of K or V: every value written counts, those of a token that is
  * computed again, too. Clipped: a format without a largest value would have stored a larger one
- * (infinities count). Flushed: not zero, stored as zero. NaN is in n_values alone. bf16 and float32
- * neither clip nor flush. */
+ * (infinities count). Flushed: not zero, stored as zero. NaN is in n_values alone. Formats of 16
+ * and 32 bits neither clip nor flush. A stochastic format's amax is that of the rounded values. */
 struct qkv_kv_counts {
     uint64_t n_values;
     uint64_t n_clipped;

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "base/half.h"
+#include "base/philox.h"
 
 /* ---- elements ---- */
 
@@ -163,6 +164,42 @@ static void encode_block(enum qkv_kv_format format, const float *x, int32_t begi
     }
 }
 
+/* ---- stochastic rounding ---- */
+
+/* The top of bf16's finite values; from here on rounding is to nearest. */
+static const uint32_t LARGEST_BF16 = 0x7f7f0000u;
+
+/* Unlike a seed that somebody gives to the sampler, which draws from the same generator. */
+static const uint32_t ROUNDING_KEY[2] = {0x726f756eu, 0x64206b76u}; /* "roun", "d kv" */
+
+/* Adds 16 random bits below the last bit that stays: they carry into it with the probability that
+ * the bits below it say. */
+static float round_value(float x, uint32_t random)
+{
+    uint32_t bits = qkv_f32_bits(x);
+    return (bits & 0x7fffffffu) >= LARGEST_BF16 ? x
+                                                : qkv_f32_from_bits((bits + random) & 0xffff0000u);
+}
+
+/* One Philox counter serves 8 channels: channel 8 b + 2 w + h has half h of word w of counter b. */
+void qkv_kv_round_row(enum qkv_kv_format format, const struct qkv_kv_place *place, float *x,
+                      int32_t dim)
+{
+    if (!qkv_kv_format_traits(format)->stochastic) {
+        return;
+    }
+    uint32_t kind = 2 * (uint32_t)place->layer + place->value;
+    for (int32_t begin = 0; begin < dim; begin += 8) {
+        uint32_t words[4] = {(uint32_t)begin / 8, (uint32_t)place->position, (uint32_t)place->head,
+                             kind};
+        qkv_philox4x32(words, ROUNDING_KEY[0], ROUNDING_KEY[1]);
+        for (int32_t i = begin; i < dim && i < begin + 8; i++) {
+            uint32_t random = words[(i - begin) / 2] >> (i % 2 * 16) & 0xffffu;
+            x[i] = round_value(x[i], random);
+        }
+    }
+}
+
 /* ---- rows ---- */
 
 static void encode_wide(enum qkv_kv_format format, const float *x, int32_t dim, uint8_t *codes)
@@ -213,7 +250,7 @@ void qkv_kv_decode_row(enum qkv_kv_format format, const uint8_t *codes, const ui
         return;
     }
     for (int32_t i = 0; i < dim; i++) {
-        if (format == QKV_KV_BF16) {
+        if (traits->code_bits == 16) {
             uint16_t code;
             memcpy(&code, codes + (size_t)i * sizeof code, sizeof code);
             out[i] = qkv_bf16_to_f32(code);

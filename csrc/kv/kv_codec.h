@@ -7,6 +7,7 @@
  * layer scale.
  *
  *   bf16             nearest, ties to even; infinities and NaN stay
+ *   bf16_stochastic  bf16's codes of what qkv_kv_round_row made of the row
  *   float32          as it is
  *   fp8_e4m3, _e5m2  x / layer scale, to nearest, ties to even, clamped to +-448, +-57344
  *                    (infinities, too); NaN becomes the code 7f (ff if negative)
@@ -24,6 +25,7 @@
 #ifndef QKV_KV_KV_CODEC_H
 #define QKV_KV_KV_CODEC_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -34,6 +36,28 @@ enum {
     QKV_KV_MXFP8_MAX_EXPONENT = 246,
     QKV_KV_FP4_MX_MAX_EXPONENT = 252
 };
+
+/* Where a row is stored: all that the rounding of a stochastic format depends on, besides the value
+ * and its channel. */
+struct qkv_kv_place {
+    int32_t layer;
+    int32_t head;
+    int32_t position; /* in its sequence */
+    bool value;       /* a row of V, else of K */
+};
+
+/* What comes before encoding; leaves all formats but the stochastic ones alone. Rounds x [dim] in
+ * place to bf16: to the larger of its two neighbours in magnitude with a probability of exactly the
+ * fraction of the step, in 65536ths, so that the mean is the value. A value that bf16 holds stays.
+ * Above bf16's largest finite value chance would make infinities of what nearest rounding keeps
+ * finite: such values (and infinities and NaN) stay, and encoding rounds them to nearest.
+ *
+ * The random numbers are Philox4x32-10 of the place and the channel, integers throughout: the same
+ * on every instruction set, in every batch and order, and when a token is computed again. Two
+ * sequences with the same token at the same place after the same prefix share them, as they must to
+ * share the page. */
+void qkv_kv_round_row(enum qkv_kv_format format, const struct qkv_kv_place *place, float *x,
+                      int32_t dim);
 
 /* What encoding a row lost. Clipped and flushed as in struct qkv_kv_counts: a value is clipped if
  * the same grid without an end would have had a larger code for it; values of a NaN block are

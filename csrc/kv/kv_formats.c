@@ -3,12 +3,13 @@
 #include <string.h>
 
 static const struct qkv_kv_format_traits traits[QKV_KV_FORMAT_COUNT] = {
-#define QKV_KV_FORMAT(id, name_, code_bits_, block_, scale_bits_, layer_scale_)                    \
+#define QKV_KV_FORMAT(id, name_, code_bits_, block_, scale_bits_, layer_scale_, stochastic_)       \
     [QKV_KV_##id] = {.name = name_,                                                                \
                      .code_bits = code_bits_,                                                      \
                      .block = block_,                                                              \
                      .scale_bits = scale_bits_,                                                    \
-                     .layer_scale = layer_scale_},
+                     .layer_scale = layer_scale_,                                                  \
+                     .stochastic = stochastic_},
 #include "kv/kv_formats.def"
 };
 

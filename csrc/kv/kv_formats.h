@@ -21,6 +21,7 @@ struct qkv_kv_format_traits {
     int32_t block;      /* elements along head_dim per stored scale; 0: none */
     int32_t scale_bits; /* per block */
     bool layer_scale;   /* whether k_scale and v_scale apply; else they are 1 */
+    bool stochastic;    /* whether qkv_kv_round_row comes before encoding */
 };
 
 const struct qkv_kv_format_traits *qkv_kv_format_traits(enum qkv_kv_format format);

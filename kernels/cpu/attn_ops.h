@@ -29,6 +29,7 @@ struct qkv_cpu_kv_layer;
 
 /* What all units of one attention operation share. */
 struct qkv_attn_call {
+    int32_t layer; /* of the KV pool */
     int32_t n_heads;
     int32_t n_kv_heads;
     int32_t group; /* n_heads / n_kv_heads */

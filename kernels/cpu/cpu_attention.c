@@ -289,6 +289,7 @@ static void fill_call(struct qkv_attn_call *call, const struct qkv_kv_layer *des
     size_t k_dim = (size_t)desc->k_dim;
     size_t v_dim = (size_t)desc->v_dim;
     *call = (struct qkv_attn_call){
+        .layer = args->layer,
         .n_heads = args->n_heads,
         .n_kv_heads = desc->n_kv_heads,
         .group = args->n_heads / desc->n_kv_heads,

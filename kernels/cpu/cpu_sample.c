@@ -11,9 +11,9 @@
 #include <string.h>
 
 #include "base/mem.h"
+#include "base/philox.h"
 #include "cpu_device.h"
 #include "ops.h"
-#include "philox.h"
 
 static const float GREEDY_BELOW = 1e-6f;
 

@@ -89,7 +89,7 @@ class Engine:
         kv_formats: Sequence[Sequence[tuple[str, str]]],  # [n_lanes][n_layers] (k, v)
         kv_tokens: int,  # per lane
         # [n_layers, 2 (K, V), n_kv_heads], for every lane, or [n_lanes, n_layers, 2, n_kv_heads].
-        # For quantized formats; bf16 and float32 ignore theirs. None: 1.0. The engine never takes
+        # For formats with a layer scale; others ignore it. None: 1.0. The engine never takes
         # the checkpoint's by itself.
         kv_scales: NDArray[np.float32] | None = None,
         query_dtype: Literal["bf16", "fp8_e4m3"] = "bf16",

@@ -29,6 +29,7 @@ LIMITS = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "nvfp4": 6.0 * 448.0}
 #: Why a cache in another format has none.
 _UNSCALED = {
     "bf16": "bf16 cache",
+    "bf16_stochastic": "bf16 cache",
     "float32": "float32 cache",
     "mxfp8": "block exponents only",
     "fp4_mx_block16": "block exponents only",

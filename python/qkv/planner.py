@@ -22,7 +22,8 @@ from .params import integer
 GIB = 2**30
 _MOST_GIB = 2**30
 
-#: What a plan compares unless told otherwise: every format that a user can choose.
+#: What a plan compares unless told otherwise: every format that a user can choose, but not
+#: bf16_stochastic, which is the control of comparisons and counts as bf16.
 KV_DTYPES = ("bf16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "nvfp4", "fp4_mx_block16")
 
 #: FlashMLA's row: e4m3 codes, a float32 scale for each 128 of them, the rope part in bf16.

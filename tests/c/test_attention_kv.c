@@ -18,7 +18,9 @@ enum {
     GROUP = N_HEADS / N_KV_HEADS,
     MAX_HEAD_DIM = 96,
     N_TOKENS = 275, /* a little more than a segment of 256 keys */
-    N_PAGES = 64
+    N_PAGES = 64,
+    N_LAYERS = 3, /* of a pool; the tests use one of them */
+    LAYER = 2
 };
 
 struct shape {
@@ -40,9 +42,11 @@ struct pair {
 };
 
 static const struct pair PAIRS[] = {
-    {QKV_KV_E4M3, QKV_KV_E4M3},         {QKV_KV_E5M2, QKV_KV_E5M2},  {QKV_KV_MXFP8, QKV_KV_MXFP8},
-    {QKV_KV_NVFP4, QKV_KV_NVFP4},       {QKV_KV_BF16, QKV_KV_NVFP4}, {QKV_KV_MXFP8, QKV_KV_E5M2},
+    {QKV_KV_E4M3, QKV_KV_E4M3},         {QKV_KV_E5M2, QKV_KV_E5M2},
+    {QKV_KV_MXFP8, QKV_KV_MXFP8},       {QKV_KV_NVFP4, QKV_KV_NVFP4},
+    {QKV_KV_BF16, QKV_KV_NVFP4},        {QKV_KV_MXFP8, QKV_KV_E5M2},
     {QKV_KV_FP4_MX16, QKV_KV_FP4_MX16}, {QKV_KV_NVFP4, QKV_KV_BF16},
+    {QKV_KV_BF16_SR, QKV_KV_BF16_SR},
 };
 enum { N_PAIRS = sizeof PAIRS / sizeof PAIRS[0] };
 
@@ -98,7 +102,7 @@ static void set_scales(const struct machine *m, struct qkv_kv *kv, struct pair p
         k[h] = qkv_kv_format_traits(pair.k)->layer_scale ? K_SCALES[h] : 1.0f;
         v[h] = qkv_kv_format_traits(pair.v)->layer_scale ? V_SCALES[h] : 1.0f;
     }
-    CHECK_OK(m->be->kv_set_scales(&err, m->dev, kv, 0, k, v), err);
+    CHECK_OK(m->be->kv_set_scales(&err, m->dev, kv, LAYER, k, v), err);
 }
 
 static struct qkv_kv *new_pool(const struct machine *m, const struct shape *s, struct pair pair)
@@ -106,7 +110,8 @@ static struct qkv_kv *new_pool(const struct machine *m, const struct shape *s, s
     struct qkv_error err;
     struct qkv_kv *kv = NULL;
     struct qkv_kv_layer layer = {N_KV_HEADS, s->k_dim, s->v_dim, pair.k, pair.v};
-    struct qkv_kv_desc desc = {&layer, 1, N_PAGES};
+    struct qkv_kv_layer layers[N_LAYERS] = {layer, layer, layer};
+    struct qkv_kv_desc desc = {layers, N_LAYERS, N_PAGES};
     CHECK_OK(m->be->kv_create(&err, m->dev, &desc, &kv), err);
     set_scales(m, kv, pair);
     return kv;
@@ -158,7 +163,8 @@ static void attend(const struct machine *m, const struct shape *s, const struct 
                  err);
     }
     struct qkv_batch batch = {n_lanes * n, tokens, positions, n_lanes, seqs, lanes, n_lanes};
-    struct qkv_attention args = {.qkv = m->qkv,
+    struct qkv_attention args = {.layer = LAYER,
+                                 .qkv = m->qkv,
                                  .out = m->out,
                                  .n_heads = N_HEADS,
                                  .scale = 0.125f,
@@ -223,6 +229,16 @@ static const float *stored_input(const struct shape *s, const float *rows, int32
     return value ? k + N_KV_HEADS * s->k_dim + head * s->v_dim : k + head * s->k_dim;
 }
 
+/* The same as it is encoded at position t. */
+static void rounded_input(const struct shape *s, const float *rows, int32_t t, int32_t head,
+                          bool value, enum qkv_kv_format format, float *x)
+{
+    int32_t dim = value ? s->v_dim : s->k_dim;
+    struct qkv_kv_place place = {LAYER, head, t, value};
+    memcpy(x, stored_input(s, rows, t, head, value), (size_t)dim * sizeof *x);
+    qkv_kv_round_row(format, &place, x, dim);
+}
+
 static float scale_of(enum qkv_kv_format format, const float *scales, int32_t head)
 {
     return qkv_kv_format_traits(format)->layer_scale ? scales[head] : 1.0f;
@@ -239,10 +255,11 @@ static double *stored(const struct shape *s, const float *rows, int32_t head, bo
     for (int32_t t = 0; t < N_TOKENS; t++) {
         uint8_t codes[MAX_HEAD_DIM * 4];
         uint8_t scales[MAX_HEAD_DIM];
+        float x[MAX_HEAD_DIM];
         float decoded[MAX_HEAD_DIM];
         struct qkv_kv_row_loss loss;
-        qkv_kv_encode_row(format, stored_input(s, rows, t, head, value), dim, scale, codes, scales,
-                          &loss);
+        rounded_input(s, rows, t, head, value, format, x);
+        qkv_kv_encode_row(format, x, dim, scale, codes, scales, &loss);
         qkv_kv_decode_row(format, codes, scales, dim, decoded);
         for (int32_t i = 0; i < dim; i++) {
             out[t * dim + i] = (double)decoded[i] * (double)scale;
@@ -486,6 +503,34 @@ static void test_lanes(void)
     free(rows);
 }
 
+/* A row that sees itself alone gives back its own value as it is stored: that is the scalar
+ * codec's bit for bit in every instruction set, however the rows are cut. */
+static void test_stochastic_rounding_is_the_same_everywhere(void)
+{
+    const struct shape s = {36, 20, 1};
+    float *rows = random_rows(&s, N_TOKENS, 8);
+    float *out = new_out(&s);
+    struct setup setup = {.pair = {QKV_KV_BF16_SR, QKV_KV_BF16_SR}};
+    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+        for (int run_index = 0; isa->usable() && run_index < 2; run_index++) {
+            setup.isa = isa->name;
+            setup.n_threads = 1 + run_index;
+            setup.chunk = run_index * 13;
+            setup.page_step = 1 + 2 * run_index;
+            run(&s, &setup, rows, out, NULL);
+            for (int32_t i = 0; i < N_TOKENS * N_HEADS * s.v_dim; i++) {
+                int32_t row = i / s.v_dim;
+                float x[MAX_HEAD_DIM];
+                rounded_input(&s, rows, row / N_HEADS, row % N_HEADS / GROUP, true, QKV_KV_BF16_SR,
+                              x);
+                CHECK_EQ_FLOAT(out[i], x[i % s.v_dim]);
+            }
+        }
+    }
+    free(rows);
+    free(out);
+}
+
 /* ---- what pools tell ---- */
 
 static void expect_counts(const struct shape *s, const float *rows, int32_t head, bool value,
@@ -496,10 +541,11 @@ static void expect_counts(const struct shape *s, const float *rows, int32_t head
     for (int32_t t = 0; t < N_TOKENS; t++) {
         uint8_t codes[MAX_HEAD_DIM * 4];
         uint8_t scales[MAX_HEAD_DIM];
+        float x[MAX_HEAD_DIM];
         struct qkv_kv_row_loss loss;
-        qkv_kv_encode_row(format, stored_input(s, rows, t, head, value), dim,
-                          scale_of(format, value ? V_SCALES : K_SCALES, head), codes, scales,
-                          &loss);
+        rounded_input(s, rows, t, head, value, format, x);
+        qkv_kv_encode_row(format, x, dim, scale_of(format, value ? V_SCALES : K_SCALES, head),
+                          codes, scales, &loss);
         out->n_clipped += loss.n_clipped;
         out->n_flushed += loss.n_flushed;
         out->amax = loss.amax > out->amax ? loss.amax : out->amax;
@@ -522,7 +568,7 @@ static void ask_counts(const struct machine *m, const struct shape *s, struct qk
     struct qkv_kv_counts v[N_KV_HEADS];
     struct qkv_kv_counts want;
     const struct qkv_kv_counts none = {0};
-    CHECK_OK(m->be->kv_counts(&err, m->dev, kv, 0, k, v), err);
+    CHECK_OK(m->be->kv_counts(&err, m->dev, kv, LAYER, k, v), err);
     for (int32_t h = 0; h < N_KV_HEADS; h++) {
         expect_counts(s, rows, h, false, pair.k, &want);
         check_counts(&k[h], &want);
@@ -533,10 +579,11 @@ static void ask_counts(const struct machine *m, const struct shape *s, struct qk
         }
     }
     CHECK_OK(m->be->kv_counts_reset(&err, m->dev, kv), err);
-    CHECK_OK(m->be->kv_counts(&err, m->dev, kv, 0, k, v), err);
+    CHECK_OK(m->be->kv_counts(&err, m->dev, kv, LAYER, k, v), err);
     check_counts(&k[1], &none);
     check_counts(&v[0], &none);
-    CHECK_ERROR(m->be->kv_counts(&err, m->dev, kv, 1, k, v), err, QKV_ERR_ARGUMENT, "layer 1");
+    CHECK_ERROR(m->be->kv_counts(&err, m->dev, kv, N_LAYERS, k, v), err, QKV_ERR_ARGUMENT,
+                "layer 3");
 }
 
 static void test_counts(void)
@@ -578,20 +625,20 @@ static void ask_histograms(const struct machine *m, const struct shape *s, struc
                 want[(qkv_f32_bits(x[j]) & 0x7fffffffu) >> 20]++;
             }
         }
-        CHECK_OK(m->be->kv_histogram(&err, m->dev, kv, 0, head, value, got), err);
+        CHECK_OK(m->be->kv_histogram(&err, m->dev, kv, LAYER, head, value, got), err);
         CHECK(memcmp(got, want, sizeof got) == 0);
     }
-    CHECK_ERROR(m->be->kv_histogram(&err, m->dev, kv, 0, N_KV_HEADS, true, got), err,
+    CHECK_ERROR(m->be->kv_histogram(&err, m->dev, kv, LAYER, N_KV_HEADS, true, got), err,
                 QKV_ERR_ARGUMENT, "head 2");
     CHECK_ERROR(m->be->kv_histogram(&err, m->dev, kv, -1, 0, true, got), err, QKV_ERR_ARGUMENT,
                 "layer -1");
     /* Off keeps them, on empties them. */
     CHECK_OK(m->be->kv_observe(&err, m->dev, kv, false), err);
-    CHECK_OK(m->be->kv_histogram(&err, m->dev, kv, 0, N_KV_HEADS - 1, true, got), err);
+    CHECK_OK(m->be->kv_histogram(&err, m->dev, kv, LAYER, N_KV_HEADS - 1, true, got), err);
     CHECK(memcmp(got, want, sizeof got) == 0);
     CHECK_OK(m->be->kv_observe(&err, m->dev, kv, true), err);
     memset(want, 0, sizeof want);
-    CHECK_OK(m->be->kv_histogram(&err, m->dev, kv, 0, 0, false, got), err);
+    CHECK_OK(m->be->kv_histogram(&err, m->dev, kv, LAYER, 0, false, got), err);
     CHECK(memcmp(got, want, sizeof got) == 0);
 }
 
@@ -603,7 +650,7 @@ static void ask_unobserved(const struct machine *m, const struct shape *s, struc
     (void)s;
     (void)rows;
     (void)pair;
-    CHECK_ERROR(m->be->kv_histogram(&err, m->dev, kv, 0, 0, false, got), err, QKV_ERR_STATE,
+    CHECK_ERROR(m->be->kv_histogram(&err, m->dev, kv, LAYER, 0, false, got), err, QKV_ERR_STATE,
                 "never observed");
 }
 
@@ -669,5 +716,6 @@ static void test_odd_queries(void)
     free(out);
 }
 
-CHECK_MAIN(test_values, test_cuts, test_later_tokens_do_not_matter, test_lanes, test_counts,
-           test_histograms, test_odd_queries)
+CHECK_MAIN(test_values, test_cuts, test_stochastic_rounding_is_the_same_everywhere,
+           test_later_tokens_do_not_matter, test_lanes, test_counts, test_histograms,
+           test_odd_queries)

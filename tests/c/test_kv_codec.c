@@ -6,6 +6,7 @@
 #include <math.h>
 #include <stdbool.h>
 
+#include "base/philox.h"
 #include "check.h"
 
 /* ---- the reference ---- */
@@ -365,13 +366,16 @@ static void test_wide_formats(void)
             x[i] = from_bits((base + i) << 16);
             largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
         }
-        qkv_kv_encode_row(QKV_KV_BF16, x, 64, 1.0f, codes, NULL, &loss);
-        qkv_kv_decode_row(QKV_KV_BF16, codes, NULL, 64, out);
-        for (uint32_t i = 0; i < 64; i++) {
-            CHECK(isnan(x[i]) ? isnan(out[i]) : bits_of(out[i]) == bits_of(x[i]));
+        for (int f = 0; f < 2; f++) {
+            enum qkv_kv_format format = f == 0 ? QKV_KV_BF16 : QKV_KV_BF16_SR;
+            qkv_kv_encode_row(format, x, 64, 1.0f, codes, NULL, &loss);
+            qkv_kv_decode_row(format, codes, NULL, 64, out);
+            for (uint32_t i = 0; i < 64; i++) {
+                CHECK(isnan(x[i]) ? isnan(out[i]) : bits_of(out[i]) == bits_of(x[i]));
+            }
+            CHECK_EQ_FLOAT(loss.amax, largest);
+            CHECK_EQ_INT(loss.n_clipped + loss.n_flushed, 0);
         }
-        CHECK_EQ_FLOAT(loss.amax, largest);
-        CHECK_EQ_INT(loss.n_clipped + loss.n_flushed, 0);
     }
     /* Ties to even in both directions. */
     float ties[4] = {from_bits(0x3f808000), from_bits(0x3f818000), from_bits(0x3f808001), 0.1f};
@@ -384,6 +388,215 @@ static void test_wide_formats(void)
     qkv_kv_decode_row(QKV_KV_F32, codes, NULL, 4, out);
     CHECK(memcmp(ties, out, sizeof ties) == 0);
     CHECK_EQ_FLOAT(loss.amax, ties[1]);
+}
+
+/* ---- stochastic rounding ---- */
+
+/* x rounded for one place and channel. */
+static float rounded(float x, struct qkv_kv_place place, int32_t channel)
+{
+    float row[256] = {0};
+    row[channel] = x;
+    qkv_kv_round_row(QKV_KV_BF16_SR, &place, row, channel + 1);
+    return row[channel];
+}
+
+/* Values of bf16, infinities and NaN stay, whatever the random number. */
+static void test_stochastic_keeps_bf16(void)
+{
+    for (uint32_t base = 0; base < 0x10000; base += 64) {
+        float x[64];
+        struct qkv_kv_place place = {(int32_t)(base & 7), 1, (int32_t)base, base % 128 == 0};
+        for (uint32_t i = 0; i < 64; i++) {
+            x[i] = from_bits((base + i) << 16);
+        }
+        qkv_kv_round_row(QKV_KV_BF16_SR, &place, x, 64);
+        for (uint32_t i = 0; i < 64; i++) {
+            CHECK(isnan(from_bits((base + i) << 16)) ? isnan(x[i])
+                                                     : bits_of(x[i]) == (base + i) << 16);
+        }
+    }
+}
+
+/* The other formats have no part in it. */
+static void test_only_stochastic_formats_round(void)
+{
+    struct qkv_kv_place place = {0};
+    for (int f = 0; f < QKV_KV_FORMAT_COUNT; f++) {
+        float x[3] = {0.1f, -1e-3f, 1.7f};
+        qkv_kv_round_row((enum qkv_kv_format)f, &place, x, 3);
+        CHECK_EQ_INT(x[0] == 0.1f && x[1] == -1e-3f && x[2] == 1.7f, f != QKV_KV_BF16_SR);
+    }
+}
+
+/* Where the random number is r, exactly the fractions from 65536 - r on round up in magnitude: r of
+ * the 65536. And r is uniform over places. */
+static void test_stochastic_probability_is_exact(void)
+{
+    int n_in_bin[16] = {0};
+    for (int32_t position = 0; position < 1600; position++) {
+        struct qkv_kv_place place = {position % 5, position % 3, position, position % 2 == 0};
+        uint32_t low = 0; /* the largest fraction that rounds down */
+        for (uint32_t step = 0x8000; step > 0; step /= 2) {
+            float up = rounded(from_bits(0x40490000u + low + step), place, position % 200);
+            low += bits_of(up) == 0x40490000u ? step : 0;
+        }
+        for (uint32_t sign = 0; sign < 2; sign++) {
+            uint32_t at = 0x1a2b0000u | sign << 31; /* another exponent, the same threshold */
+            float down = rounded(from_bits(at + low), place, position % 200);
+            float up = rounded(from_bits(at + (low + 1)), place, position % 200);
+            CHECK_EQ_INT(bits_of(down), at);
+            CHECK_EQ_INT(bits_of(up), at + 0x10000u);
+        }
+        n_in_bin[low >> 12]++;
+    }
+    double chi2 = 0.0;
+    for (int i = 0; i < 16; i++) {
+        chi2 += (n_in_bin[i] - 100.0) * (n_in_bin[i] - 100.0) / 100.0;
+    }
+    CHECK(chi2 < 37.7); /* 15 degrees of freedom, 0.1 % */
+}
+
+/* Ups of a fraction over 16384 values: within four standard deviations. */
+static void check_ups(uint32_t fraction, double probability)
+{
+    enum { N = 16384 };
+    int n_up = 0;
+    for (int32_t position = 0; position < N / 64; position++) {
+        float x[64];
+        struct qkv_kv_place place = {3, 1, position, true};
+        for (int i = 0; i < 64; i++) {
+            x[i] = from_bits(0xbf800000u + fraction);
+        }
+        qkv_kv_round_row(QKV_KV_BF16_SR, &place, x, 64);
+        for (int i = 0; i < 64; i++) {
+            CHECK(bits_of(x[i]) == 0xbf800000u || bits_of(x[i]) == 0xbf810000u);
+            n_up += bits_of(x[i]) == 0xbf810000u;
+        }
+    }
+    double sigma = sqrt(probability * (1.0 - probability) / N);
+    CHECK(fabs((double)n_up / N - probability) < 4.0 * sigma);
+}
+
+static void test_stochastic_ups(void)
+{
+    check_ups(0x4000, 0.25);
+    check_ups(0x8000, 0.5);
+    check_ups(0xc000, 0.75);
+    check_ups(0x0800, 1.0 / 32.0);
+}
+
+/* The mean of the error, in steps of bf16, over the rows of a sequence in each layer and head. */
+static void test_stochastic_is_unbiased(void)
+{
+    double sum = 0.0;
+    double nearest_sum = 0.0;
+    int n = 0;
+    for (int32_t row = 0; row < 4096; row++) {
+        struct qkv_kv_place place = {row % 4, row / 4 % 2, row / 16, row / 8 % 2 == 1};
+        float x[32];
+        for (int i = 0; i < 32; i++) {
+            x[i] = 1.0f + 0.0017f; /* 0.2176 of a step of 2^-7: nearest is always down */
+        }
+        nearest_sum += 32 * (1.0 - (double)x[0]) * 128.0;
+        double value = (double)x[0];
+        qkv_kv_round_row(QKV_KV_BF16_SR, &place, x, 32);
+        for (int i = 0; i < 32; i++, n++) {
+            sum += ((double)x[i] - value) * 128.0;
+        }
+    }
+    CHECK(fabs(nearest_sum / n) > 0.2);
+    CHECK(fabs(sum / n) < 4.0 * 0.5 / sqrt((double)n));
+}
+
+/* How many of 4096 values round another way at place b than at a; half a step, so half of them if
+ * the two are independent. */
+static int n_different(struct qkv_kv_place a, struct qkv_kv_place b, int shift)
+{
+    int n = 0;
+    for (int32_t row = 0; row < 64; row++) {
+        float x[65];
+        float y[65];
+        for (int i = 0; i < 65; i++) {
+            x[i] = y[i] = from_bits(0x3f808000u);
+        }
+        qkv_kv_round_row(QKV_KV_BF16_SR, &a, x, 65);
+        qkv_kv_round_row(QKV_KV_BF16_SR, &b, y, 65);
+        for (int i = 0; i < 64; i++) {
+            n += bits_of(x[i]) != bits_of(y[i + shift]);
+        }
+        a.position += 2;
+        b.position += 2;
+    }
+    return n;
+}
+
+/* The same place, the same bits; any part of it another, and they are independent. */
+static void test_stochastic_key(void)
+{
+    const struct qkv_kv_place place = {2, 1, 1000, false};
+    struct qkv_kv_place others[5] = {place, place, place, place, place};
+    others[0].layer = 3;
+    others[1].head = 2;
+    others[2].position = 1001;
+    others[3].value = true;
+    CHECK_EQ_INT(n_different(place, place, 0), 0);
+    for (int i = 0; i < 5; i++) { /* the last: the neighbouring channel */
+        int n = n_different(place, others[i], i == 4);
+        CHECK(n > 2048 - 128 && n < 2048 + 128); /* four standard deviations */
+    }
+    /* A channel does not depend on how many there are. */
+    float x[21];
+    for (int i = 0; i < 21; i++) {
+        x[i] = 0.1f * (float)i;
+    }
+    qkv_kv_round_row(QKV_KV_BF16_SR, &place, x, 21);
+    for (int i = 0; i < 21; i++) {
+        CHECK_EQ_FLOAT(x[i], rounded(0.1f * (float)i, place, i));
+    }
+}
+
+/* No value becomes infinite that bf16 keeps finite; the smallest step is a step, too. */
+static void test_stochastic_ends(void)
+{
+    for (int32_t position = 0; position < 200; position++) {
+        struct qkv_kv_place place = {0, 0, position, false};
+        const uint32_t kept[] = {0x7f7f0001u, 0x7f7f7fffu, 0x7f7f8000u, 0x7f7fffffu, 0xff7f1234u};
+        for (size_t i = 0; i < sizeof kept / sizeof kept[0]; i++) {
+            CHECK_EQ_INT(bits_of(rounded(from_bits(kept[i]), place, 0)), kept[i]);
+        }
+        uint32_t near_top = bits_of(rounded(from_bits(0x7f7effffu), place, 0));
+        CHECK(near_top == 0x7f7e0000u || near_top == 0x7f7f0000u);
+        uint32_t tiny = bits_of(rounded(from_bits(0x80008000u), place, 0));
+        CHECK(tiny == 0x80000000u || tiny == 0x80010000u);
+    }
+    float x[2] = {from_bits(0x7f7f7fffu), from_bits(0xff7f8000u)};
+    uint8_t codes[4];
+    struct qkv_kv_row_loss loss;
+    struct qkv_kv_place place = {0};
+    qkv_kv_round_row(QKV_KV_BF16_SR, &place, x, 2);
+    qkv_kv_encode_row(QKV_KV_BF16_SR, x, 2, 1.0f, codes, NULL, &loss);
+    qkv_kv_decode_row(QKV_KV_BF16_SR, codes, NULL, 2, x);
+    CHECK_EQ_INT(bits_of(x[0]), 0x7f7f0000u);
+    CHECK_EQ_INT(bits_of(x[1]), 0xff800000u);
+}
+
+/* The definition itself: what a cache holds must not change from one version to the next. */
+static void test_stochastic_known_answers(void)
+{
+    float x[12];
+    struct qkv_kv_place place = {5, 2, 77, true};
+    for (int i = 0; i < 12; i++) {
+        x[i] = 0.1f;
+    }
+    qkv_kv_round_row(QKV_KV_BF16_SR, &place, x, 12);
+    for (int i = 0; i < 12; i++) {
+        uint32_t words[4] = {(uint32_t)i / 8, 77, 2, 11};
+        qkv_philox4x32(words, 0x726f756e, 0x64206b76);
+        uint32_t random = words[i % 8 / 2] >> (i % 2 == 0 ? 0 : 16) & 0xffff;
+        uint32_t up = (bits_of(0.1f) & 0xffff) + random > 0xffff;
+        CHECK_EQ_INT(bits_of(x[i]), (bits_of(0.1f) & 0xffff0000u) + (up << 16));
+    }
 }
 
 /* Dimensions that are no multiple of a block, or odd. */
@@ -424,10 +637,16 @@ static void test_token_bytes(void)
     CHECK_EQ_INT(48 * qkv_kv_token_bytes(&layer, 1), 49152 + 49152 / 32);
     layer.k_format = layer.v_format = QKV_KV_NVFP4;
     CHECK_EQ_INT(48 * qkv_kv_token_bytes(&layer, 1), 24576 + 49152 / 16);
+    layer.k_format = layer.v_format = QKV_KV_BF16_SR;
+    CHECK_EQ_INT(48 * qkv_kv_token_bytes(&layer, 1), 98304);
+    CHECK_EQ_INT(qkv_kv_format_from_name("bf16_stochastic"), QKV_KV_BF16_SR);
     CHECK_EQ_INT(qkv_kv_format_from_name("fp4_mx_block16"), QKV_KV_FP4_MX16);
     CHECK_EQ_INT(qkv_kv_format_from_name("bfloat16"), QKV_KV_BF16);
     CHECK_EQ_INT(qkv_kv_format_from_name("mxfp4"), QKV_KV_FORMAT_COUNT);
 }
 
 CHECK_MAIN(test_every_bf16_input, test_ties, test_written_examples, test_every_code,
-           test_wide_formats, test_short_blocks, test_token_bytes)
+           test_wide_formats, test_stochastic_keeps_bf16, test_only_stochastic_formats_round,
+           test_stochastic_probability_is_exact, test_stochastic_ups, test_stochastic_is_unbiased,
+           test_stochastic_key, test_stochastic_ends, test_stochastic_known_answers,
+           test_short_blocks, test_token_bytes)

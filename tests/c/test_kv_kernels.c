@@ -11,8 +11,9 @@
 
 enum { PAGE = QKV_PAGE_TOKENS, MAX_TEST_DIM = 160 };
 
-static const enum qkv_kv_format FORMATS[] = {QKV_KV_BF16,  QKV_KV_E4M3,  QKV_KV_E5M2,
-                                             QKV_KV_MXFP8, QKV_KV_NVFP4, QKV_KV_FP4_MX16};
+static const enum qkv_kv_format FORMATS[] = {QKV_KV_BF16,    QKV_KV_BF16_SR, QKV_KV_E4M3,
+                                             QKV_KV_E5M2,    QKV_KV_MXFP8,   QKV_KV_NVFP4,
+                                             QKV_KV_FP4_MX16};
 enum { N_FORMATS = sizeof FORMATS / sizeof FORMATS[0] };
 
 static bool same_value(float a, float b)

@@ -4,9 +4,9 @@
 #include <stdbool.h>
 
 #include "backend/backend.h"
+#include "base/philox.h"
 #include "check.h"
 #include "dispatch.h"
-#include "philox.h"
 
 /* ---- running the backend ---- */
 

@@ -23,7 +23,7 @@ MAY_INCLUDE = {
 }
 MAX_COLUMNS = 100
 KERNELS_MAY = re.compile(
-    r"(backend/backend|base/(status|mem|half|threads|log)|quant/\w+|kv/kv_\w+)\.\w+$"
+    r"(backend/backend|base/(status|mem|half|threads|log|philox)|quant/\w+|kv/kv_\w+)\.\w+$"
 )
 # No input or output, no clock, no generator of their own: what they need is handed to them.
 PURE = re.compile(r"csrc/(kv/|engine/(scheduler\w*|request|waiting|batch)\.)")

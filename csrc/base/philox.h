@@ -1,8 +1,8 @@
 /* Philox4x32-10, a counter-based generator: J. K. Salmon et al., "Parallel random numbers: as easy
  * as 1, 2, 3" (SC 2011), section 3.3. The constants are theirs, the known answers are in
  * test_sample.c. */
-#ifndef QKV_CPU_PHILOX_H
-#define QKV_CPU_PHILOX_H
+#ifndef QKV_BASE_PHILOX_H
+#define QKV_BASE_PHILOX_H
 
 #include <stdint.h>
 
