@@ -368,3 +368,26 @@ def test_table_before_anything_was_stored() -> None:
     table = kv_scales.with_counts(found.rows, {"fp8_e4m3": counts_of(0)})
     assert {row.amax for row in table} == {None}
     assert "default 1.0" in str(table)
+
+
+def test_a_lane_may_have_its_own_scales() -> None:
+    """A file for one lane, 1.0 for another, the checkpoint's for the rest."""
+    kv = [
+        {"default": "fp8_e4m3", "scales": "own.json", "name": "calibrated"},
+        {"default": "fp8_e4m3", "scales": 1.0},
+        "fp8_e4m3",
+    ]
+    made = [options.Lane("calibrated", [("fp8_e4m3", "fp8_e4m3")] * N_LAYERS, "own.json")]
+    made += [options.Lane("unit", made[0].layers, 1.0), options.Lane("plain", made[0].layers)]
+    found = resolve(made, n_kv_heads=N_HEADS, file=None, carried=CARRIED, own={"own.json": FILE})
+    alone = resolve(lanes("fp8_e4m3"), n_kv_heads=N_HEADS, file=FILE, carried=CARRIED)
+    plain = resolve(lanes("fp8_e4m3"), n_kv_heads=N_HEADS, file=None, carried=CARRIED)
+    assert np.array_equal(found.values[0], alone.values[0])
+    assert (found.values[1] == 1.0).all() and not (plain.values == 1.0).all()
+    assert np.array_equal(found.values[2], plain.values[0])
+    applied = [row for row in found.rows if row.lane == "unit" and row.applied]
+    assert {row.source for row in applied} == {"asked for 1.0"}
+    with pytest.raises(ValueError, match="own.json.*no such file"):
+        options.lanes(kv, N_LAYERS, compute_dtype="bf16", declared="")
+    with pytest.raises(ValueError, match="a side file, or 1.0"):
+        options.lanes([{**kv[1], "scales": 2}], N_LAYERS, compute_dtype="bf16", declared="")

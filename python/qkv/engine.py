@@ -40,7 +40,8 @@ class Engine:
 
     model: a folder with safetensors, a .gguf file, a hub name ("owner/model"), or "demo".
     kv_cache_dtype: "auto", a name (qkv info lists them), a mapping with "default", "k", "v" and
-        "layers", or a list of these: lanes over the same weights.
+        "layers", or a list of these: lanes over the same weights. A mapping may also have "scales"
+        (a side file for this lane, or 1.0 whatever the checkpoint carries) and "name".
     kv_tokens, mem_fraction: the size of the KV pool, in tokens or as the fraction of the free
         memory that weights and cache may take. By default what max_running sequences can need, at
         most a quarter of the memory that is free beside the weights.
@@ -128,20 +129,24 @@ class Engine:
             auto = options.auto_format(compute_dtype, taken)
             self._auto = {"taken": auto, "why": kv_scales.auto_reason(auto, key, compute_dtype)}
             _log.info("kv_cache_dtype auto: %s (%s)", auto, self._auto["why"])
-        side_file = None
+        files = {lane.scales for lane in self._lanes if isinstance(lane.scales, str)}
         if quantization_param_path is not None:
-            side_file = kv_scales.read_side_file(
-                quantization_param_path,
-                n_layers=n_layers,
-                n_kv_heads=n_kv_heads,
-                model_types=self._model_types,
+            files.add(os.fspath(quantization_param_path))
+        side_files = {
+            path: kv_scales.read_side_file(
+                path, n_layers=n_layers, n_kv_heads=n_kv_heads, model_types=self._model_types
             )
+            for path in files
+        }
         self._scales = kv_scales.resolve(
             self._lanes,
             n_kv_heads=n_kv_heads,
-            file=side_file,
+            file=None
+            if quantization_param_path is None
+            else side_files[os.fspath(quantization_param_path)],
             carried=carried,
             query_dtype=query_dtype,
+            own=side_files,
         )
         length = max_model_len or int(config["max_positions"])
         self._kv_tokens = options.pool_tokens(

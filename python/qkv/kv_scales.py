@@ -409,12 +409,15 @@ def _listed_reason(kind: str, query_dtype: str) -> str:
 
 
 class _Resolver:
+    """Of one lane."""
+
     def __init__(
-        self, file: SideFile | None, carried: Carried, n_kv_heads: int, query_dtype: str
+        self, file: SideFile | None, carried: Carried, n_kv_heads: int, query_dtype: str, unit: bool
     ) -> None:
         self._file = file
         self._n_kv_heads = n_kv_heads
         self._query_dtype = query_dtype
+        self._unit = unit
         self._carried: dict[int, Carried] = {}
         for entry in carried:
             self._carried.setdefault(entry[0], []).append(entry)
@@ -436,6 +439,8 @@ class _Resolver:
         candidates: list[tuple[str, Values]] = []
         rest: list[KvScale] = []
         unscaled = _UNSCALED.get(kv_format, "")
+        if self._unit:
+            candidates.append(("asked for 1.0", np.ones(1, np.float32)))
         if self._file is not None:
             entry = self._file.source, self._file.layers[layer]["kv".index(kind)]
             if self._file.kv_dtype == kv_format:
@@ -488,22 +493,33 @@ def resolve(
     file: SideFile | None,
     carried: Carried,
     query_dtype: str = "bf16",
+    own: Mapping[str, SideFile] | None = None,
 ) -> Resolved:
-    """Scales of every lane, by precedence: file, checkpoint, 1.0. CheckpointError if there is a
-    file for another format than the lanes' with a scale; where they have none, the file's are
-    listed as not applied."""
+    """Scales of every lane, by precedence: its own file or 1.0 (`Lane.scales`; `own`: by path),
+    file, checkpoint, 1.0. CheckpointError if there is a file for another format than the lanes'
+    with a scale; where they have none, the file's are listed as not applied."""
+    _check_file(file, [lane for lane in lanes if lane.scales is None])
+    done = []
+    for lane in lanes:
+        lane_file = file if lane.scales is None else None
+        if isinstance(lane.scales, str):
+            lane_file = (own or {})[lane.scales]
+            _check_file(lane_file, [lane])
+        unit = lane.scales == 1.0
+        done.append(_Resolver(lane_file, carried, n_kv_heads, query_dtype, unit).lane(lane))
+    rows = [row for _, lane_rows in done for row in lane_rows]
+    return Resolved(
+        np.stack([values for values, _ in done]), rows, None if file is None else file.source
+    )
+
+
+def _check_file(file: SideFile | None, lanes: Sequence[options.Lane]) -> None:
     asked = {name for lane in lanes for pair in lane.layers for name in pair}
     if file is not None and file.kv_dtype not in asked and not asked.isdisjoint(LIMITS):
         raise _core.CheckpointError(
             f"{file.name}: its scales are for {file.kv_dtype}, kv_cache_dtype is "
             f"{', '.join(sorted(asked))}"
         )
-    resolver = _Resolver(file, carried, n_kv_heads, query_dtype)
-    done = [resolver.lane(lane) for lane in lanes]
-    rows = [row for _, lane_rows in done for row in lane_rows]
-    return Resolved(
-        np.stack([values for values, _ in done]), rows, None if file is None else file.source
-    )
 
 
 def write_log(resolved: Resolved) -> None:

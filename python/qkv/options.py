@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,12 @@ KvLayers = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Lane:
-    """A KV pool: its name and the formats of K and V in each layer."""
+    """A KV pool: its name, the formats of K and V in each layer, and where its scales come from
+    if not from where the engine's do: a side file, or 1.0 whatever the checkpoint has."""
 
     name: str
     layers: KvLayers
+    scales: str | float | None = None
 
 
 def one_of(name: str, value: Any, known: Sequence[str]) -> str:
@@ -81,10 +83,16 @@ def check_arithmetic(
     one_of("query_dtype", query_dtype, ("bf16", "fp8_e4m3"))
 
 
-def check_scales_file(path: str | os.PathLike[str] | None) -> None:
+def check_scales_file(
+    path: str | os.PathLike[str] | None, name: str = "quantization_param_path"
+) -> None:
     """Before the model is opened; what stands in the file is checked against the model."""
-    if path is not None and not Path(path).is_file():
-        raise ValueError(f"quantization_param_path={os.fspath(path)!r}: no such file")
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise ValueError(f"{name}={os.fspath(path)!r}: a folder, not a file")
+    if not Path(path).is_file():
+        raise ValueError(f"{name}={os.fspath(path)!r}: no such file")
 
 
 def kv_names() -> list[str]:
@@ -128,7 +136,7 @@ def _lane(given: Any, n_layers: int, auto: str) -> Lane:
         name = _kv_name("kv_cache_dtype", given)
         return Lane(name, [(name, name)] * n_layers)
     for key in given:
-        one_of("kv_cache_dtype key", key, ("default", "k", "v", "layers"))
+        one_of("kv_cache_dtype key", key, ("default", "k", "v", "layers", "scales", "name"))
     default = given.get("default", "auto")
     base = auto if default == "auto" else _kv_name("kv_cache_dtype default", default)
     halves = {key: given[key] for key in ("k", "v") if key in given}
@@ -140,7 +148,22 @@ def _lane(given: Any, n_layers: int, auto: str) -> Lane:
     for key, value in by_layer.items():
         for layer in _layer_range(key, n_layers):
             layers[layer] = _pair(f"kv_cache_dtype layers {key!r}", value, layers[layer])
-    return Lane(_lane_name(pair, layers), layers)
+    scales = _lane_scales(given.get("scales"))
+    name = given.get("name", _lane_name(pair, layers))
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"kv_cache_dtype name={name!r:.60}: text is needed")
+    return Lane(name, layers, scales)
+
+
+def _lane_scales(given: Any) -> str | float | None:
+    if given is None:
+        return None
+    if isinstance(given, (str, os.PathLike)):
+        check_scales_file(given, "kv_cache_dtype scales")
+        return os.fspath(given)
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or given != 1:
+        raise ValueError(f"kv_cache_dtype scales={given!r:.60}: a side file, or 1.0")
+    return 1.0
 
 
 def _lane_name(pair: tuple[str, str], layers: KvLayers) -> str:
@@ -174,7 +197,7 @@ def lanes(given: Any, n_layers: int, *, compute_dtype: str, declared: str) -> li
         while name in taken:
             count += 1
             name = f"{lane.name}#{count}"
-        found.append(Lane(name, lane.layers))
+        found.append(replace(lane, name=name))
     return found
 
 

@@ -396,7 +396,7 @@ def _pool_tokens(weights_bytes: int, bytes_per_token: int) -> int:
 
 def _source(source: str) -> str:
     """Where a scale comes from, without the tensor's name."""
-    known = source.startswith(("file ", "calibrated", "default"))
+    known = source.startswith(("file ", "calibrated", "default", "asked"))
     return source if known else "checkpoint"
 
 
