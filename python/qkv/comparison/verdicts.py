@@ -116,8 +116,16 @@ def _any_long(results: Mapping[str, TaskResult]) -> bool:
 
 def _differs(base: Lane, lane: Lane) -> tuple[str, ...]:
     weights = ("weights",) if lane.model != base.model else ()
-    same = (lane.kv_name, lane.kv_cache_dtype) == (base.kv_name, base.kv_cache_dtype)
-    return weights if same else (*weights, "KV cache")
+    return weights if _same_kv(base, lane) else (*weights, "KV cache")
+
+
+def _same_kv(a: Lane, b: Lane) -> bool:
+    """By what a name stands for ("auto" is bf16 for one model; "bf16#2" is bf16 again), and else by
+    what was given for layers, halves and scales, which no name says."""
+    given = (a.kv_cache_dtype, b.kv_cache_dtype)
+    if any(isinstance(dtype, Mapping) for dtype in given):
+        return bool(given[0] == given[1])
+    return a.kv_name.partition("#")[0] == b.kv_name.partition("#")[0]
 
 
 def _both_differ(lanes: Sequence[Lane], lane: Lane) -> str:
