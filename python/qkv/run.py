@@ -101,7 +101,7 @@ class Seq:
     watch: StopWatch | None
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """Its type and text, also where the text cannot be had."""
     try:
         return f"{type(error).__name__}: {error}"
@@ -200,7 +200,7 @@ class Run:
             scores = self._on_finish(output)
             output.scores = {} if scores is None else dict(scores)
         except Exception as error:  # the caller's code: it marks its row and nothing else
-            output.scores = {"error": _described(error)}
+            output.scores = {"error": described(error)}
 
     def _fill(self) -> None:
         room = self._window - len(self._rows)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from . import gsm8k, mgsm, mmlu, mmlu_pro, wikitext2
+from .custom import custom
 from .items import Encode, Extraction, Grade, Item, Kind, Prompt, Question, Task, Window
+from .needle import needle
 
 __all__ = [
     "Encode",
@@ -18,8 +20,10 @@ __all__ = [
     "Question",
     "Task",
     "Window",
+    "custom",
     "load",
     "names",
+    "needle",
     "task",
 ]
 
@@ -34,30 +38,36 @@ _TEXTS: dict[str, Callable[[], Task]] = {"wikitext2": wikitext2.wikitext2}
 
 def names(*, questions: bool = False) -> list[str]:
     """All tasks, or those made of questions, which `load` takes."""
-    return [*_NUMERIC, *_LETTERED, *(() if questions else _TEXTS)]
+    return [*_NUMERIC, *_LETTERED, *(() if questions else (*_TEXTS, "needle"))]
 
 
-def task(name: str, *, extraction: Extraction | None = None, max_tokens: int | None = None) -> Task:
+def task(
+    name: str,
+    *,
+    extraction: Extraction | None = None,
+    max_tokens: int | None = None,
+    encode: Encode | None = None,
+) -> Task:
     """The task of that name.
 
     `extraction` says how a number is read out of a text: "flexible" takes the last one (the
     default), "strict" the one after the words that the examples show. `max_tokens` bounds what is
-    generated; the default is the harness's.
+    generated; the default is the harness's. `encode` is what `needle` measures its texts with; the
+    others have no use for it.
     """
+    if name not in names():
+        raise ValueError(f"data set {name!r}: must be one of {', '.join(names())}")
     if name in _NUMERIC:
         if extraction not in (None, "flexible", "strict"):
             raise ValueError(f'extraction {extraction!r}: must be "flexible" or "strict"')
         made = _NUMERIC[name](extraction or "flexible")
-    elif name in _LETTERED:
-        if extraction is not None:
-            raise ValueError(f"extraction: {name} has one way of reading an answer")
-        made = _LETTERED[name]()
-    elif name in _TEXTS:
-        if extraction is not None:
-            raise ValueError(f"extraction: {name} has no answers")
-        made = _TEXTS[name]()
+    elif extraction is not None:
+        read = "no answers" if name in _TEXTS else "one way of reading an answer"
+        raise ValueError(f"extraction: {name} has {read}")
+    elif name == "needle":
+        made = needle(encode=encode)
     else:
-        raise ValueError(f"data set {name!r}: must be one of {', '.join(names())}")
+        made = {**_LETTERED, **_TEXTS}[name]()
     if max_tokens is None:
         return made
     if made.kind != "generate":
@@ -69,7 +79,6 @@ def task(name: str, *, extraction: Extraction | None = None, max_tokens: int | N
 
 def load(name: str) -> list[Question]:
     """All questions of a data set, in its order."""
-    made = task(name)
-    if made.kind == "text":
+    if name in _TEXTS:
         raise ValueError(f"data set {name!r}: a text, not questions; see Task.windows")
-    return list(made.questions)
+    return list(task(name).questions)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import string
+from decimal import Decimal, InvalidOperation
 
 # The last match counts. A single digit is the second form; "..." is a match without a number.
 _NUMBER = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
@@ -41,3 +42,19 @@ def no_punctuation(text: str) -> str:
     """For comparing in MGSM: without ASCII punctuation, which the sign and the decimal point are
     too: "-18" and "1.8" pass for "18"."""
     return text.translate(_NO_PUNCTUATION)
+
+
+def as_number(text: str) -> Decimal | None:
+    """The value of a text that is a number and nothing else, "$1,234.50" and "18." among them;
+    None if it is none. The harness compares texts: by value "18.00" is "18"."""
+    try:
+        value = Decimal(re.sub(r"[$,]|\.$", "", text.strip()))
+    except InvalidOperation:
+        return None
+    return value if value.is_finite() else None
+
+
+def same_number(left: str | None, right: str | None) -> bool:
+    """By value; False if one of them is no number."""
+    values = [None if text is None else as_number(text) for text in (left, right)]
+    return None not in values and values[0] == values[1]

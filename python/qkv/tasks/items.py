@@ -9,8 +9,8 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
 
@@ -18,7 +18,7 @@ DATA = Path(__file__).parent / "data"
 
 Kind = Literal["generate", "choice", "text"]
 Extraction = Literal["flexible", "strict"]
-Prompt = str | list[dict[str, str]]
+Prompt = str | list[dict[str, Any]]
 Window = tuple[str, list[int]]  # its key and its tokens
 
 # What the harness generates where a task names no bound (its DEFAULT_MAX_GEN_TOKS).
@@ -31,12 +31,16 @@ class Encode(Protocol):
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
-class Grade(TypedDict):
-    """The verdict on one answer."""
-
+class _Verdict(TypedDict):
     correct: bool
     answer: str | None  # as it was read out of the text; None where there is none
     answered: bool
+
+
+class Grade(_Verdict, total=False):
+    """The verdict on one answer."""
+
+    grade_error: str  # of a user's grading function; the row then counts as not answered
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,9 @@ class Question:
     answer: str  # as the data set has it: worked out, or the text of the right option
     gold: str  # the final answer alone: a number or a letter
     stratum: str | None = None  # MMLU's subject, MMLU-Pro's category, MGSM's language
+    choices: tuple[str, ...] = ()  # the item's own; () where the task's letters are the choices
+    length: int = 0  # of a prompt made to measure, at most, in tokens; 0 elsewhere
+    row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # the user's
 
 
 @dataclass(frozen=True)
@@ -70,13 +77,28 @@ class Form:
         shots = "".join(f"{shot.asked} {shot.answer}\n\n" for shot in self.shots)
         return self.system + shots + self.asked
 
-    def chat(self) -> list[dict[str, str]]:
+    def chat(self) -> list[dict[str, Any]]:
         """Each shot is a turn of its own, as in the harness when it applies a chat template."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for shot in self.shots:
             messages.append({"role": "user", "content": shot.asked})
             messages.append({"role": "assistant", "content": shot.answer})
         return [*messages, {"role": "user", "content": self.asked}]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A prompt that came whole. Messages stay messages."""
+
+    prompt: Prompt
+
+    def plain(self) -> Prompt:
+        return self.prompt
+
+    def chat(self) -> list[dict[str, Any]]:
+        if isinstance(self.prompt, str):
+            return [{"role": "user", "content": self.prompt}]
+        return self.prompt
 
 
 @dataclass(frozen=True)
@@ -102,6 +124,10 @@ class Item:
     def stratum(self) -> str | None:
         return self.question.stratum
 
+    @property
+    def length(self) -> int:
+        return self.question.length
+
 
 @dataclass(frozen=True)
 class Task:
@@ -109,19 +135,21 @@ class Task:
 
     `form` gives the parts of an item's prompt, `stops` its stop strings. A "generate" task reads
     the answer out of the text with `extract` (None: there is none) and compares it with the gold
-    answer after both went through `normal`. A "choice" task takes the letter in `letters` whose
-    continuation is the most likely. A "text" task has no questions: its text is scored in windows.
+    answer after both went through `normal`, unless it has a `judge` of its own. A "choice" task
+    takes the question's choice, or else the letter in `letters`, whose continuation is the most
+    likely. A "text" task has no questions: its text is scored in windows.
     """
 
     name: str
     kind: Kind
-    questions: tuple[Question, ...] = ()
-    form: Callable[[int], Form] = lambda place: Form("")
+    questions: Sequence[Question] = ()
+    form: Callable[[int], Form | Given] = lambda place: Given("")
     chance: float = 0.0  # the accuracy of guessing
     max_tokens: int = 0
     stops: Callable[[Question], tuple[str, ...]] = lambda question: ()
     extract: Callable[[Question, str], str | None] = lambda question, text: None
     normal: Callable[[str], str] = str
+    judge: Callable[[Question, str], Grade] | None = None
     letters: tuple[str, ...] = ()
     text: Callable[[], str] = lambda: ""
 
@@ -130,17 +158,20 @@ class Task:
 
     def item(self, place: int, *, chat: bool = False) -> Item:
         """The item at a place of the data set, as plain text or as messages for a template."""
-        form = self.form(place)
-        # After a template's last token an answer starts without a space (the harness drops it).
-        lead = "" if chat else " "
+        form, question = self.form(place), self.questions[place]
+        prompt = form.chat() if chat else form.plain()
         return Item(
-            question=self.questions[place],
+            question=question,
             kind=self.kind,
-            prompt=form.chat() if chat else form.plain(),
-            stop=self.stops(self.questions[place]),
+            prompt=prompt,
+            stop=self.stops(question),
             max_tokens=self.max_tokens,
-            choices=tuple(lead + letter for letter in self.letters),
+            choices=tuple(_continuation(prompt, label) for label in self._labels(question)),
         )
+
+    def _labels(self, question: Question) -> tuple[str, ...]:
+        """The names of the choices: what `grade` gives as the answer."""
+        return question.choices or self.letters
 
     def items(self, limit: int | None = None, *, chat: bool = False) -> Iterator[Item]:
         """All items, or those at `places(limit)`; each is built when it is asked for."""
@@ -210,6 +241,8 @@ class Task:
     def _grade_text(self, item: Item, text: str) -> Grade:
         if self.kind != "generate":
             raise ValueError(f"{self.name}: takes the log-likelihoods of the choices, not a text")
+        if self.judge is not None:
+            return self.judge(item.question, text)
         answer = self.extract(item.question, text)
         if answer is None:
             return {"correct": False, "answer": None, "answered": False}
@@ -219,16 +252,24 @@ class Task:
     def _grade_choice(self, item: Item, logprobs: Sequence[float]) -> Grade:
         if self.kind != "choice":
             raise ValueError(f"{self.name}: takes a generated text, not log-likelihoods")
-        if len(logprobs) != len(self.letters):
+        labels = self._labels(item.question)
+        if len(logprobs) != len(labels):
             raise ValueError(
-                f"{item.key}: {len(logprobs)} log-likelihoods for {len(self.letters)} choices"
+                f"{item.key}: {len(logprobs)} log-likelihoods for {len(labels)} choices"
             )
         if any(math.isnan(value) for value in logprobs):
             raise ValueError(f"{item.key}: a log-likelihood is not a number: {list(logprobs)}")
         # The first of equals, as numpy.argmax takes it in the harness.
         best = max(range(len(logprobs)), key=lambda place: logprobs[place])
-        answer = self.letters[best]
+        answer = labels[best]
         return {"correct": answer == item.reference, "answer": answer, "answered": True}
+
+
+def _continuation(prompt: Prompt, label: str) -> str:
+    """A choice as it follows the prompt. After a template's last token an answer starts without a
+    space (the harness drops it)."""
+    spaced = not isinstance(prompt, str) or prompt[-1:].isspace() or label[:1].isspace()
+    return label if spaced else f" {label}"
 
 
 def leading_tokens(encode: Encode) -> list[int]:
