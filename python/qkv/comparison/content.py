@@ -1,137 +1,34 @@
-"""What a report says, without how it looks: sections of paragraphs and tables, made from Findings.
-report.py prints them, page.py makes HTML of them."""
+"""What a report says of Findings, without how it looks. report.py prints it, page.py makes HTML."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
-from ..stats import Interval
+from .blocks import (
+    NONE,
+    Block,
+    Bullets,
+    Code,
+    Section,
+    Show,
+    Table,
+    as_code,
+    clean,
+    kl_cell,
+    number,
+    p_value,
+    percent,
+    plural,
+    points,
+    signed,
+    times,
+    with_interval,
+)
 from .results import Findings, Kl, Lane, LaneResult, Mix, Sensitivity, TaskResult, TwoByTwo
 
-#: As a cell: there is no such number.
-NONE = "-"
-#: A terminal shows so many of a sensitivity table's rows.
-_BAR = 20
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells as text. The first `keys` columns say what a row is; the first `left` are words."""
-
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    keys: int = 1
-    left: int = 1
-    title: str = ""
-    #: Most rows to show in a terminal; they come most important first.
-    most: int | None = None
-    #: On the page, where there may be a plot of the same, it is there for those who want it.
-    folded: bool = False
-
-
-@dataclass(frozen=True)
-class Code:
-    """To be copied as it is."""
-
-    text: str
-    title: str = ""
-
-
-@dataclass(frozen=True)
-class Bullets:
-    lines: tuple[str, ...]
-
-
-Block = str | Table | Code | Bullets
-
-
-@dataclass(frozen=True)
-class Section:
-    """key: a name for anchors and plots."""
-
-    key: str
-    title: str
-    blocks: tuple[Block, ...]
-
-
-Show = Callable[[str], str]
-
-
-# ---- words and numbers -----------------------------------------------------------------------
-
-
-def clean(value: object) -> str:
-    """On one line, and with nothing that a terminal or a browser would obey: names and notes come
-    from files."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(value)
-    )
-
-
-def shortened(names: Iterable[str], most: int) -> dict[str, str]:
-    """Each name cleaned and cut in the middle to at most about `most` characters, still unique."""
-    found: dict[str, str] = {}
-    for name in names:
-        text = clean(name)
-        if len(text) > most:
-            text = f"{text[: most - most // 2 - 1]}…{text[len(text) - most // 2 :]}"
-        taken, base, count = set(found.values()), text, 1
-        while text in taken:
-            count += 1
-            text = f"{base}#{count}"
-        found[name] = text
-    return found
-
-
-def number(value: float, digits: int = 3) -> str:
-    """A few digits of a number that may be tiny or large: 0.000941, 12.3, 2.5e-07."""
-    if not math.isfinite(value):
-        return "inf" if value > 0 else "-inf" if value < 0 else "nan"
-    if value == 0:
-        return "0"
-    if abs(value) < 1e-5 or abs(value) >= 1e6:
-        return f"{value:.{digits - 1}e}"
-    places = max(digits - 1 - math.floor(math.log10(abs(value))), 0)
-    return f"{value:.{places}f}"
-
-
-def percent(share: float, places: int = 2) -> str:
-    """0.6123 -> "61.23"; what is above 0 never reads as 0."""
-    least = 10.0**-places
-    if 0 < 100 * share < least / 2:
-        return f"<{least:.{places}f}"
-    return f"{100 * share:.{places}f}"
-
-
-def points(loss: float, places: int = 2) -> str:
-    """With its sign: a loss of 0.015 is "+1.50", a gain is below 0."""
-    text = f"{100 * loss:+.{places}f}"
-    return text if text.strip("+-0.") else text[1:]
-
-
-def p_value(p: float) -> str:
-    return "<0.0001" if p < 0.0001 else f"{p:.4f}"
-
-
-def times(ratio: float) -> str:
-    return f"{ratio:.2f} x" if ratio else NONE
-
-
-def with_interval(value: str, interval: Interval | None, form: Callable[[float], str]) -> str:
-    if interval is None:
-        return f"{value} [{NONE}]"
-    return f"{value} [{form(interval.lower)}, {form(interval.upper)}]"
-
-
-def kl_cell(mean: float, interval: Interval | None) -> str:
-    return with_interval(number(mean), interval, lambda x: number(x, 2))
-
-
-def plural(n: int, word: str) -> str:
-    return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
+#: Characters of the longest bar in a table.
+BAR = 20
 
 
 # ---- who is who ------------------------------------------------------------------------------
@@ -172,14 +69,6 @@ def verdict_rows(findings: Findings, show: Show) -> list[tuple[str, str, str]]:
         if verdict is None:
             continue
         reason = clean(verdict.reason)
-        if len(verdict.differs) > 1:
-            what = " and ".join(map(clean, verdict.differs))
-            way = (
-                "the 2 x 2 below tells them apart"
-                if findings.two_by_two
-                else "run the 2 x 2 (every model with every KV format) to tell them apart"
-            )
-            reason += f"; {what} differ from the baseline at once: {way}"
         rows.append((show(lane.name), clean(verdict.kind).upper(), reason))
     return rows
 
@@ -214,7 +103,11 @@ def rerun_line(findings: Findings) -> str:
 
 # ---- tasks -----------------------------------------------------------------------------------
 
-_KINDS = {"generate": "generated answers", "choice": "multiple choice", "text": "given text"}
+_KINDS = {
+    "generate": "generated answers",
+    "choice": "multiple choice",
+    "text": "given text, whose figures are under KL",
+}
 
 
 def _task_line(task: TaskResult) -> str:
@@ -316,14 +209,14 @@ def _strata_table(findings: Findings, task: TaskResult, show: Show) -> Table | N
 
 
 def task_sections(findings: Findings, show: Show) -> Iterator[Section]:
-    for name, task in findings.tasks.items():
+    for place, (name, task) in enumerate(findings.tasks.items()):
         found = [_answers_table(findings, task, show), _pairs_table(findings, task, show)]
         blocks: list[Block] = [_task_line(task)]
         blocks += [table for table in found if table is not None]
         blocks += _clustered_lines(findings, task, show)
         strata = _strata_table(findings, task, show)
         blocks += [] if strata is None else [strata]
-        yield Section("task", f"Task {clean(name)}", tuple(blocks))
+        yield Section(f"task{place}", f"Task {clean(name)}", tuple(blocks))
 
 
 # ---- KL --------------------------------------------------------------------------------------
@@ -341,7 +234,7 @@ def _kl_row(findings: Findings, task: TaskResult, lane: Lane, show: Show) -> tup
         kl_cell(kl.mean, kl.interval),
         x_control + (" ALARM" if kl.alarm else ""),
         percent(kl.top1),
-        with_interval(_signed(kl.nll_change), kl.nll_interval, lambda x: _signed(x, 2)),
+        signed(kl.nll_change),
         number(kl.median),
         number(kl.p99),
         number(kl.p999),
@@ -349,10 +242,6 @@ def _kl_row(findings: Findings, task: TaskResult, lane: Lane, show: Show) -> tup
         number(kl.mean_reverse),
         percent(kl.rms_p_change),
     )
-
-
-def _signed(value: float, digits: int = 3) -> str:
-    return ("+" if value > 0 else "") + number(value, digits)
 
 
 def _kl_notes(findings: Findings, show: Show) -> Iterator[str]:
@@ -416,7 +305,7 @@ def kl_section(findings: Findings, show: Show) -> Section | None:
     if not rows:
         return None
     head = (
-        "task", "lane", "tokens", "mean [95 %]", "x control", "top-1 %", "NLL change [95 %]",
+        "task", "lane", "tokens", "mean [95 %]", "x control", "top-1 %", "NLL change",
         "median", "99 %", "99.9 %", "max", "reverse", "RMS dp %",
     )  # fmt: skip
     blocks: list[Block] = [
@@ -429,7 +318,7 @@ def kl_section(findings: Findings, show: Show) -> Section | None:
         table = _bucket_table(findings, task, show)
         if table is not None:
             blocks.append(table)
-    return Section("kl", "KL: how far the predictions moved", tuple(blocks))
+    return Section("kl", "KL: how far the predictions moved", tuple(blocks), "positions")
 
 
 # ---- what was gained, where texts part -------------------------------------------------------
@@ -460,7 +349,7 @@ def gained_section(findings: Findings, show: Show) -> Section | None:
         f"Speeds are relative to {show(first.name)}. Clipped values lay beyond the format's range; "
         "flushed ones were stored as zero."
     )
-    return Section("gained", "What was gained", (Table(head, tuple(rows)), note))
+    return Section("gained", "What was gained", (Table(head, tuple(rows)), note), "memory")
 
 
 def divergence_section(findings: Findings, show: Show) -> Section | None:
@@ -496,7 +385,7 @@ def divergence_section(findings: Findings, show: Show) -> Section | None:
 
 
 def _bar(value: float, largest: float) -> str:
-    return "#" * round(_BAR * value / largest) if largest > 0 and value > 0 else ""
+    return "#" * round(BAR * value / largest) if largest > 0 and value > 0 else ""
 
 
 def _layers_table(found: Sensitivity) -> Table:
@@ -506,14 +395,15 @@ def _layers_table(found: Sensitivity) -> Table:
         (
             str(entry.layer),
             entry.part.upper() if entry.part != "kv" else "K and V",
-            _bar(entry.kl, largest).ljust(_BAR),
+            _bar(entry.kl, largest).ljust(BAR),
             kl_cell(entry.kl, entry.interval),
             percent(entry.top1),
         )
         for entry in by_kl
     )
     head = ("layer", "part", "", "KL [95 %]", "top-1 %")
-    return Table(head, rows, keys=2, left=3, most=24, folded=True)
+    title = "Layers, the largest KL first"
+    return Table(head, rows, keys=2, left=3, title=title, most=24, folded=True)
 
 
 def _mix_blocks(mix: Mix) -> Iterator[Block]:
@@ -530,7 +420,7 @@ def _mix_blocks(mix: Mix) -> Iterator[Block]:
 
 
 def sensitivity_sections(findings: Findings, show: Show) -> Iterator[Section]:
-    for name, found in findings.sensitivity.items():
+    for place, (name, found) in enumerate(findings.sensitivity.items()):
         control = "" if found.control is None else f"; control {number(found.control)}"
         blocks: list[Block] = [
             f"One layer's K or V in {clean(found.lane)}, all else as the baseline; scored on "
@@ -546,7 +436,9 @@ def sensitivity_sections(findings: Findings, show: Show) -> Iterator[Section]:
                 f"Computed {found.computed:,} rows x layers; {found.skipped:,} "
                 f"({percent(found.skipped / total, 0)} %) lay below the change and were shared."
             )
-        yield Section("sensitivity", f"Which layers matter: {show(name)}", tuple(blocks))
+        yield Section(
+            f"layers{place}", f"Which layers matter: {show(name)}", tuple(blocks), f"layers{place}"
+        )
 
 
 # ---- 2 x 2, warnings, all of it ---------------------------------------------------------------
@@ -582,16 +474,3 @@ def sections(findings: Findings, show: Show) -> list[Section]:
         lines = Bullets(tuple(map(clean, findings.warnings)))
         found.append(Section("warnings", "Warnings", (lines,)))
     return [section for section in found if section is not None]
-
-
-def as_code(value: Any) -> str:
-    """A literal of Python: of plain values only, so that it can be pasted."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{as_code(k)}: {as_code(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(as_code, value)) + "]"
-    if value is None or isinstance(value, (bool, int, float)):
-        return repr(value)
-    text = str(value)
-    quoted = clean(text.replace("\\", "\\\\").replace('"', '\\"'))
-    return f'"{quoted}"'

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from .. import tables
-from .content import (
-    Block,
-    Bullets,
-    Code,
-    Table,
-    plural,
-    run_lines,
-    sections,
-    shortened,
-    verdict_rows,
-)
+from ..stats import Interval, Verdict
+from .blocks import Block, Bullets, Code, Table, plural, shortened
+from .content import in_order, run_lines, sections, verdict_rows
+from .page import html, page
 from .results import Findings
+
+__all__ = ["html", "page", "text", "to_pandas"]
 
 #: A terminal's columns, and those of a lane's name in it.
 WIDTH = 110
@@ -94,3 +90,64 @@ def _pieces(table: Table) -> Iterator[list[int]]:
             piece = list(keys)
         piece.append(i)
     yield piece
+
+
+# ---- data frames -----------------------------------------------------------------------------
+
+
+def to_pandas(findings: Findings) -> dict[str, Any]:
+    """Data frames of plain columns, all of them always there: "results" (a row per task and lane,
+    every figure of results.LaneResult), "lanes", "buckets" (KL by position), "strata" (answers) and
+    "layers" (sensitivity). Needs pandas, which is in the `report` extra."""
+    try:
+        import pandas  # noqa: PLC0415 (optional, slow to import)
+    except ImportError as error:
+        raise ImportError("to_pandas() needs pandas: pip install 'qkv[report]'") from error
+    return {name: pandas.DataFrame(rows) for name, rows in _frames(findings).items()}
+
+
+def _frames(findings: Findings) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {
+        "results": [],
+        "lanes": [vars(lane) for lane in findings.lanes],
+        "buckets": [],
+        "strata": [],
+        "layers": [
+            {"lane": name, **_columns(entry)}
+            for name, sensitivity in findings.sensitivity.items()
+            for entry in sensitivity.layers
+        ],
+    }
+    for name, task in findings.tasks.items():
+        for lane, result in in_order(findings, task):
+            keys = {"task": name, "lane": lane.name}
+            row: dict[str, Any] = {
+                **keys, "kind": task.kind, "chance": task.chance, "perplexity": result.perplexity,
+            }  # fmt: skip
+            for part in ("answers", "pair", "kl", "divergence"):
+                value = getattr(result, part)
+                row |= {} if value is None else _columns(value, f"{part}_")
+            found["results"].append(row)
+            kl = result.kl
+            found["buckets"] += [
+                {**keys, **_columns(bucket)} for bucket in (kl.buckets if kl else ())
+            ]
+            found["strata"] += [
+                {**keys, "stratum": stratum, **_columns(value)}
+                for stratum, value in result.strata.items()
+            ]
+    return found
+
+
+def _columns(part: Any, before: str = "") -> dict[str, Any]:
+    """The fields of a dataclass: intervals as two columns, verdicts as two, without sequences."""
+    row: dict[str, Any] = {}
+    for name, value in vars(part).items():
+        if isinstance(value, Interval):
+            row[f"{before}{name}_lower"], row[f"{before}{name}_upper"] = value
+        elif isinstance(value, Verdict):
+            row[f"{before}{name}"] = value.kind
+            row[f"{before}needed"] = value.needed
+        elif not isinstance(value, (tuple, Mapping)):
+            row[f"{before}{name}"] = value
+    return row
