@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,28 @@ def _lane_scales(given: Any) -> str | float | None:
 def _lane_name(pair: tuple[str, str], layers: KvLayers) -> str:
     name = pair[0] if pair[0] == pair[1] else f"k={pair[0]},v={pair[1]}"
     return name if all(layer == pair for layer in layers) else f"{name},mixed"
+
+
+def spelled(lane: Lane) -> dict[str, Any]:
+    """The lane as kv_cache_dtype says it: the format that most K and V have as "default", layers
+    in ranges. The name is left out."""
+    names = [name for pair in lane.layers for name in pair]
+    # float32 cannot be asked for by name; it is what "auto" is where it can be.
+    base = "float32" if "float32" in names else max(names, key=names.count)
+    found: dict[str, Any] = {"default": "auto" if base == "float32" else base}
+    layers: dict[str, Any] = {}
+    first = 0
+    for (k, v), group in groupby(lane.layers):
+        last = first + len(list(group)) - 1
+        if (k, v) != (base, base):
+            halves = {part: name for part, name in (("k", k), ("v", v)) if name != base}
+            layers[f"{first}-{last}" if last > first else str(first)] = k if k == v else halves
+        first = last + 1
+    if layers:
+        found["layers"] = layers
+    if lane.scales is not None:
+        found["scales"] = lane.scales
+    return found
 
 
 def auto_format(compute_dtype: str, declared: str) -> str:

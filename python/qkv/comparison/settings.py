@@ -60,6 +60,8 @@ class ModelLanes:
     label: str  # short and unique
     kv: tuple[Any, ...]  # what Engine(kv_cache_dtype=...) takes
     lanes: tuple[Lane, ...]
+    formats: tuple[options.Lane, ...]  # of each of the lanes
+    config: Mapping[str, Any]  # Checkpoint.model_config()
     digest: str
 
 
@@ -232,7 +234,7 @@ def _model_lanes(
         )
     extra = [Path(folder) / name for name in ("config.json",)] if folder else []
     digest = _digest([*files, *(file for file in extra if file.is_file())])
-    return ModelLanes(model, path, label, tuple(kv), tuple(lanes), digest)
+    return ModelLanes(model, path, label, tuple(kv), tuple(lanes), tuple(found), config, digest)
 
 
 def _asked(tasks: Any, limit: Any, chat: bool) -> tuple[Asked, ...]:
