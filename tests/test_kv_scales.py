@@ -290,6 +290,20 @@ def test_log_says_what_is_used(caplog: pytest.LogCaptureFixture) -> None:
     assert said("bf16", None, []) == said("mxfp8", None, []) == []
 
 
+def test_log_says_the_same_of_many_lanes_once(caplog: pytest.LogCaptureFixture) -> None:
+    mixed = [{"default": "bf16", "layers": {"1": {part: "fp8_e4m3"}}} for part in "kv"]
+    found = resolve(
+        lanes("fp8_e4m3", *mixed, *mixed, *mixed), n_kv_heads=N_HEADS, file=None, carried=[]
+    )
+    kv_scales.write_log(found)
+    one, many = (record.getMessage() for record in caplog.records)
+    assert one.startswith("KV scales of lane fp8_e4m3: none in a file")
+    assert many.startswith(
+        "KV scales of lanes bf16,mixed, bf16,mixed#2, bf16,mixed#3, bf16,mixed#4 and 2 more: none"
+    )
+    assert "1 of 1" in many
+
+
 # What a checkpoint declares.
 
 STATIC = {"dynamic": False, "num_bits": 8, "type": "float", "strategy": "tensor"}

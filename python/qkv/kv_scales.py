@@ -523,38 +523,45 @@ def _check_file(file: SideFile | None, lanes: Sequence[options.Lane]) -> None:
 
 
 def write_log(resolved: Resolved) -> None:
-    """Says what is used, once per lane, and warns of scales that are 1.0 for want of any."""
-    by_lane: dict[str, list[KvScale]] = {}
+    """Says what is used, once for all lanes of which the same is to be said, and warns of scales
+    that are 1.0 for want of any."""
     if resolved.file is not None and not any(
         row.applied and row.source == resolved.file for row in resolved.rows
     ):
         _log.warning(
             "KV scales: no lane's format has a scale, none of %s is applied", resolved.file
         )
+    by_lane: dict[str, list[KvScale]] = {}
     for row in resolved.rows:
         by_lane.setdefault(row.lane, []).append(row)
+    lanes: dict[tuple[int, str], list[str]] = {}
     for lane, rows in by_lane.items():
-        scaled = [row for row in rows if row.applied]
-        missing = [row for row in scaled if row.source == "default 1.0"]
-        found = [row for row in scaled if row.source != "default 1.0"]
-        if found:
-            _log.info(
-                "KV scales of lane %s: %d applied, from %s", lane, len(found), _sources(found)
-            )
-        if missing:
-            formats = ", ".join(sorted({row.format for row in missing}))
-            _log.warning(
-                "KV scales of lane %s: none in a file or in the checkpoint for %d of %d K and V "
-                "(%s): they are stored at scale 1.0",
-                lane, len(missing), len(scaled), formats,
-            )  # fmt: skip
-        unused = [row for row in rows if not row.applied and row.source != "default 1.0"]
-        for reason in sorted({row.reason for row in unused}):
-            some = [row for row in unused if row.reason == reason]
-            _log.info(
-                "KV scales of lane %s: %d not applied (%s), from %s",
-                lane, len(some), reason, _sources(some),
-            )  # fmt: skip
+        for line in _said_of(rows):
+            lanes.setdefault(line, []).append(lane)
+    for (level, text), names in lanes.items():
+        some = "lane" if len(names) == 1 else "lanes"
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        _log.log(level, "KV scales of %s %s%s: %s", some, ", ".join(names[:4]), more, text)
+
+
+def _said_of(rows: Sequence[KvScale]) -> Iterator[tuple[int, str]]:
+    """Level and text, of one lane."""
+    scaled = [row for row in rows if row.applied]
+    missing = [row for row in scaled if row.source == "default 1.0"]
+    found = [row for row in scaled if row.source != "default 1.0"]
+    if found:
+        yield logging.INFO, f"{len(found)} applied, from {_sources(found)}"
+    if missing:
+        formats = ", ".join(sorted({row.format for row in missing}))
+        yield (
+            logging.WARNING,
+            f"none in a file or in the checkpoint for {len(missing)} of {len(scaled)} K and V "
+            f"({formats}): they are stored at scale 1.0",
+        )
+    unused = [row for row in rows if not row.applied and row.source != "default 1.0"]
+    for reason in sorted({row.reason for row in unused}):
+        some = [row for row in unused if row.reason == reason]
+        yield logging.INFO, f"{len(some)} not applied ({reason}), from {_sources(some)}"
 
 
 def _sources(rows: Sequence[KvScale]) -> str:
