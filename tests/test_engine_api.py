@@ -503,6 +503,40 @@ def test_lane_names_and_layers() -> None:
     assert options.lanes("auto", 1, compute_dtype="float32", declared="")[0].name == "float32"
 
 
+@pytest.mark.parametrize(
+    ("given", "spelled"),
+    [
+        ("fp8_e4m3", {"default": "fp8_e4m3"}),
+        (
+            {"default": "auto", "k": "nvfp4", "v": "nvfp4", "scales": 1},
+            {"default": "nvfp4", "scales": 1.0},
+        ),
+        (
+            {"default": "fp8_e4m3", "layers": {"0": "bf16", "2-3": {"k": "bf16"}}},
+            {"default": "fp8_e4m3", "layers": {"0": "bf16", "2-3": {"k": "bf16"}}},
+        ),
+        (
+            {"default": "fp8_e4m3", "layers": {"0-1": "bf16", "2": "bf16", "4": {"v": "bf16"}}},
+            {
+                "default": "bf16",
+                "layers": {"3": "fp8_e4m3", "4": {"k": "fp8_e4m3"}, "5": "fp8_e4m3"},
+            },
+        ),
+    ],
+)
+def test_lane_is_read_as_it_is_spelled(given: Any, spelled: dict[str, Any]) -> None:
+    (lane,) = options.lanes(given, 6, compute_dtype="bf16", declared="")
+    assert options.spelled(lane) == spelled
+    (again,) = options.lanes(spelled, 6, compute_dtype="bf16", declared="")
+    assert (again.layers, again.scales) == (lane.layers, lane.scales)
+
+
+def test_float32_lane_is_spelled_as_auto() -> None:
+    given = {"default": "auto", "layers": {"0-2": "fp8_e4m3", "3": {"k": "bf16"}}}
+    (lane,) = options.lanes(given, 4, compute_dtype="float32", declared="")
+    assert options.spelled(lane) == given
+
+
 def test_reference_arithmetic(tiny: Callable[..., Path], engine: qkv.Engine) -> None:
     with qkv.Engine(tiny("llama"), threads=1, kv_tokens=512, compute_dtype="float32") as exact:
         assert exact.info["compute_dtype"] == "float32"
