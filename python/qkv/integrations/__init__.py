@@ -1,0 +1,1 @@
+"""Other projects' tools on this engine. Each module needs that tool; none is imported unasked."""
