@@ -253,7 +253,7 @@ class Engine:
 
         params: one for all, or a list with one for each. on_finish(output) runs once for every
         answered row and its mapping is stored in output.scores; an exception in it is stored as
-        scores["error"] of that row."""
+        scores["error"] of that row. qkv.hooks has some."""
         rows = run.as_rows(prompts)
         return self._collect(run.items(rows, params, self._prompt_item), rows, on_finish, progress)
 

@@ -184,6 +184,9 @@ class Run:
                     with self._engine._exclusive():
                         self._progress.step(self._engine._pump())
                 elif self._exhausted and not self._done:
+                    finish = getattr(self._on_finish, "finish", None)
+                    if finish is not None:
+                        finish(self._engine)
                     return
         finally:
             self._abort()

@@ -197,7 +197,10 @@ class Runner:
             }
             for _, item in items
         ]
-        for output in self.engine.stream(rows, on_finish=hook, progress=False):
+        outputs: Iterable[RequestOutput] = self.engine.stream(rows, on_finish=hook, progress=False)
+        if hasattr(hook, "finish"):
+            outputs = list(outputs)  # some scores are there after the last row
+        for output in outputs:
             place, item = items[output.index]
             record = self._record(
                 "answer",
