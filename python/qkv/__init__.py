@@ -21,7 +21,7 @@ from .planner import Plan, plan
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from . import stats
+    from . import hooks, stats, tasks
 
 try:
     __version__ = version("qkv")
@@ -47,14 +47,16 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "calibrate",
+    "hooks",
     "inspect",
     "plan",
     "stats",
+    "tasks",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """qkv.stats, which brings scipy, is imported when it is asked for."""
-    if name == "stats":
-        return import_module(".stats", __name__)
+    """qkv.stats, which brings scipy, and what few need are imported when they are asked for."""
+    if name in ("hooks", "stats", "tasks"):
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
