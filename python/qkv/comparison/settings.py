@@ -48,7 +48,19 @@ class Asked:
             "chance": task.chance,
             "max_tokens": task.max_tokens,
             "chat": self.chat,
+            "digest": self._digest(),
         }
+
+    def _digest(self) -> str:
+        """Of what is asked: the text, or prompts, right answers and stops of the items."""
+        digest = hashlib.blake2b(digest_size=12)
+        if self.task.kind == "text":
+            digest.update(self.task.text().encode("utf-8", "surrogatepass"))
+        else:
+            for item in self.task.items(self.limit, chat=self.chat):
+                asked = (item.key, item.prompt, item.reference, item.choices, item.stop)
+                digest.update(repr(asked).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
