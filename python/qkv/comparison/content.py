@@ -75,7 +75,7 @@ def verdict_rows(findings: Findings, show: Show) -> list[tuple[str, str, str]]:
 
 def run_lines(findings: Findings, show: Show) -> tuple[str, str]:
     """The model, the yardstick; the tasks, the rerun check."""
-    models = list(dict.fromkeys(clean(lane.model) for lane in findings.lanes))
+    models = list(dict.fromkeys(show(lane.model) for lane in findings.lanes))
     controls = [show(lane.name) for lane in findings.lanes if lane.control]
     baseline = show(findings.lanes[0].name) if findings.lanes else NONE
     first = (
@@ -85,7 +85,7 @@ def run_lines(findings: Findings, show: Show) -> tuple[str, str]:
         f"control lane: {', '.join(controls) or 'none'}."
     )
     tasks = ", ".join(
-        f"{clean(name)} (n = {task.n:,} of {task.size:,})" for name, task in findings.tasks.items()
+        f"{show(name)} (n = {task.n:,} of {task.size:,})" for name, task in findings.tasks.items()
     )
     return first, f"Tasks: {tasks or 'none'}. {rerun_line(findings)}"
 
@@ -202,7 +202,7 @@ def _strata_table(findings: Findings, task: TaskResult, show: Show) -> Table | N
     for stratum in sorted(first, key=lambda name: -worst(name)):
         found = [strata.get(stratum) for _, strata in lanes]
         cells = (NONE if a is None else f"{a.correct:,}/{a.n:,}" for a in found)
-        rows.append((clean(stratum), *cells))
+        rows.append((show(stratum), *cells))
     head = ("stratum", *(show(lane.name) for lane, _ in lanes))
     title = "Correct by stratum, the largest loss first"
     return Table(head, tuple(rows), title=title, most=12, folded=True)
@@ -216,7 +216,7 @@ def task_sections(findings: Findings, show: Show) -> Iterator[Section]:
         blocks += _clustered_lines(findings, task, show)
         strata = _strata_table(findings, task, show)
         blocks += [] if strata is None else [strata]
-        yield Section(f"task{place}", f"Task {clean(name)}", tuple(blocks))
+        yield Section(f"task{place}", f"Task {show(name)}", tuple(blocks))
 
 
 # ---- KL --------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def _kl_row(findings: Findings, task: TaskResult, lane: Lane, show: Show) -> tup
     ratio = times_control(findings, task, lane)
     x_control = "control" if lane.control else NONE if ratio is None else number(ratio)
     return (
-        clean(task.task),
+        show(task.task),
         show(lane.name),
         f"{kl.n_tokens:,}",
         kl_cell(kl.mean, kl.interval),
@@ -255,7 +255,7 @@ def _kl_notes(findings: Findings, show: Show) -> Iterator[str]:
                 continue
             if kl.not_finite:
                 yield (
-                    f"NOT FINITE: {show(lane.name)} on {clean(name)} gave NaN or infinity on "
+                    f"NOT FINITE: {show(lane.name)} on {show(name)} gave NaN or infinity on "
                     f"{plural(kl.not_finite, 'token')} of {kl.n_tokens:,}; no figure has them."
                 )
             lanes = against.setdefault(kl.against or first, [])
@@ -275,7 +275,7 @@ def _perplexity_line(findings: Findings, show: Show) -> list[str]:
             if result.perplexity is not None
         ]
         if shown:
-            lines.append(f"Perplexity on {clean(name)}: {', '.join(shown)}.")
+            lines.append(f"Perplexity on {show(name)}: {', '.join(shown)}.")
     return lines
 
 
@@ -291,7 +291,7 @@ def _bucket_table(findings: Findings, task: TaskResult, show: Show) -> Table | N
         means = {(b.low, b.high): number(b.mean) for b in kl.buckets}
         rows.append((show(lane.name), *(means.get(span, NONE) for span in spans)))
     head = ("lane", *(f"{low}..{high - 1}" for low, high in spans))
-    title = f"Mean KL by position, {clean(task.task)}"
+    title = f"Mean KL by position, {show(task.task)}"
     return Table(head, tuple(rows), title=title, folded=True)
 
 
@@ -337,7 +337,7 @@ def gained_section(findings: Findings, show: Show) -> Section | None:
             f"{lane.pool_tokens:,} ({times(ratio)})" if lane.pool_tokens else NONE,
             times(lane.decode_speed),
             times(lane.prefill_speed),
-            clean(lane.scales) or NONE,
+            show(lane.scales) or NONE,
             percent(lane.clipped, 4),
             percent(lane.flushed, 4),
         ))  # fmt: skip
@@ -361,7 +361,7 @@ def divergence_section(findings: Findings, show: Show) -> Section | None:
                 continue
             share = f" ({percent(d.identical / d.n, 1)} %)" if d.n else ""
             rows.append((
-                clean(name),
+                show(name),
                 show(lane.name),
                 f"{d.identical:,}/{d.n:,}{share}",
                 NONE if d.median_first is None else f"{d.median_first:g}",
@@ -423,7 +423,7 @@ def sensitivity_sections(findings: Findings, show: Show) -> Iterator[Section]:
     for place, (name, found) in enumerate(findings.sensitivity.items()):
         control = "" if found.control is None else f"; control {number(found.control)}"
         blocks: list[Block] = [
-            f"One layer's K or V in {clean(found.lane)}, all else as the baseline; scored on "
+            f"One layer's K or V in {show(found.lane)}, all else as the baseline; scored on "
             f"{clean(found.text)} ({plural(found.n_tokens, 'token')}). Every layer at once: KL "
             f"{number(found.full)}{control}.",
             _layers_table(found),
@@ -444,12 +444,12 @@ def sensitivity_sections(findings: Findings, show: Show) -> Iterator[Section]:
 # ---- 2 x 2, warnings, all of it ---------------------------------------------------------------
 
 
-def _two_by_two(found: TwoByTwo) -> Iterator[Block]:
+def _two_by_two(found: TwoByTwo, show: Show) -> Iterator[Block]:
     rows = tuple(
-        (clean(model), *(percent(accuracy) for accuracy in row))
+        (show(model), *(percent(accuracy) for accuracy in row))
         for model, row in zip(found.models, found.accuracy, strict=True)
     )
-    head = (f"accuracy %, {clean(found.task)}", *map(clean, found.kv))
+    head = (f"accuracy %, {show(found.task)}", *map(show, found.kv))
     yield Table(head, rows)
     yield (
         f"Loss in points: weights alone {points(found.weights_loss)}, KV cache alone "
@@ -468,7 +468,7 @@ def sections(findings: Findings, show: Show) -> list[Section]:
         *sensitivity_sections(findings, show),
     ]
     if findings.two_by_two:
-        blocks = [block for entry in findings.two_by_two for block in _two_by_two(entry)]
+        blocks = [block for entry in findings.two_by_two for block in _two_by_two(entry, show)]
         found.append(Section("two_by_two", "Weights and KV cache apart", tuple(blocks)))
     if findings.warnings:
         lines = Bullets(tuple(map(clean, findings.warnings)))

@@ -18,8 +18,8 @@ _CLASSES = {
     "SAFE": "safe", "NOT SAFE": "unsafe", "NOT ENOUGH DATA": "open", "UNINFORMATIVE": "mute",
 }  # fmt: skip
 _CAPTIONS = {
-    "losses": "Loss of accuracy against the baseline. A lane is SAFE where its whole interval lies "
-    "left of the margin.",
+    "losses": "Loss of accuracy against the baseline. SAFE needs the whole interval to lie left of "
+    "the margin.",
     "positions": "Mean KL by the position of the token, with 95 % intervals. Damage that grows "
     "with length rises to the right.",
     "memory": "What a format saves against what it changes: lower and further left is better. A "
@@ -84,9 +84,10 @@ a{color:var(--link)}
 @media(max-width:36rem){.qkv{padding:1rem .8rem 3rem}.qkv h1{font-size:1.25rem}
 .qkv dl{display:block}.qkv dt{margin-top:.6rem}}
 @media print{:root{color-scheme:light;--page:#fff;--ink:#000;--link:#000}
-body{font-size:9.5pt}.qkv{max-width:none;padding:0}.qkv nav{display:none}
+@page{margin:14mm 12mm}body{font-size:9.5pt}.qkv{max-width:none;padding:0}.qkv nav{display:none}
 .qkv .scroll,.qkv .plot{overflow:visible}.qkv table{font-size:7pt}
-.qkv th,.qkv td{padding:.15rem .3rem}.qkv pre{white-space:pre-wrap}
+.qkv th,.qkv td{padding:.1rem .3rem}.qkv th,.qkv td{white-space:normal}
+.qkv svg{max-width:34rem}.qkv dl{font-size:8.5pt}.qkv pre{white-space:pre-wrap}
 .qkv h2,.qkv h3{break-after:avoid}.qkv tr,.qkv figure,.qkv li{break-inside:avoid}
 .qkv .badge{print-color-adjust:exact;-webkit-print-color-adjust:exact}
 .qkv details::details-content{content-visibility:visible;block-size:auto}}
@@ -103,7 +104,7 @@ def page(findings: Findings) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(_title(findings))}</title>\n<style>{_PAGE_CSS}</style>\n</head>\n"
+        f"<title>{escape(_title(findings))}</title>\n<style>{_CSS}{_PAGE_CSS}</style>\n</head>\n"
         f"<body>\n{_content(findings, whole=True)}\n</body>\n</html>\n"
     )
 
@@ -123,7 +124,8 @@ def _content(findings: Findings, *, whole: bool) -> str:
         missing = f'<p class="note">{escape(_NO_PLOTS)}</p>'
     found = sections(findings, show)
     run = run_section(findings, show)
-    parts = [f'<div class="qkv">\n<style>{_CSS}</style>', f"<h1>{escape(_title(findings))}</h1>"]
+    style = "" if whole else f"<style>{_CSS}</style>"
+    parts = ['<div class="qkv">', style, f"<h1>{escape(_title(findings))}</h1>"]
     parts.append(_verdicts(findings, show))
     parts += [f"<p>{escape(line)}</p>" for line in run_lines(findings, show)]
     if findings.warnings:
@@ -170,14 +172,16 @@ def _figure(name: str, drawn: Mapping[str, str]) -> str:
 
 
 def _section(section: Section, drawn: Mapping[str, str]) -> str:
-    """The plot comes before the first table that only repeats it in numbers, else last."""
+    """The plot comes before the first table that only repeats it in numbers, else last. Without it
+    these tables are open."""
     figure = _figure(section.plot, drawn)
+    closed = not section.plot or bool(figure)
     parts = [f'<h2 id="qkv-{section.key}">{escape(section.title)}</h2>']
     for block in section.blocks:
         if figure and isinstance(block, Table) and block.folded:
             parts.append(figure)
             figure = ""
-        parts.append(_block(block))
+        parts.append(_block(block, closed=closed))
     return "\n".join([*parts, figure])
 
 
@@ -186,7 +190,7 @@ def _folded(section: Section) -> str:
     return f"<details><summary>{escape(section.title)}</summary>\n{body}\n</details>"
 
 
-def _block(block: Block) -> str:
+def _block(block: Block, *, closed: bool = True) -> str:
     if isinstance(block, str):
         return f"<p>{escape(block)}</p>"
     if isinstance(block, Bullets):
@@ -194,10 +198,11 @@ def _block(block: Block) -> str:
     if isinstance(block, Code):
         return f"<h3>{escape(block.title)}</h3><pre>{escape(block.text)}</pre>"
     table = f'<div class="scroll l{block.left}">{_table(block)}</div>'
-    title = block.title or "Table"
+    title = escape(block.title)
     if block.folded:
-        return f"<details><summary>{escape(title)}</summary>{table}</details>"
-    return (f"<h3>{escape(title)}</h3>" if block.title else "") + table
+        state = "" if closed else " open"
+        return f"<details{state}><summary>{title}</summary>{table}</details>"
+    return (f"<h3>{title}</h3>" if title else "") + table
 
 
 def _table(block: Table) -> str:

@@ -294,6 +294,13 @@ def _position_panel(
 # ---- (c) layers ------------------------------------------------------------------------------
 
 
+def _formats_alone(given: Any) -> Any:
+    """kv_cache_dtype without what need not be there any more: a file of scales."""
+    if not isinstance(given, Mapping):
+        return given
+    return {key: value for key, value in given.items() if key != "scales"}
+
+
 def _kept(findings: Findings, found: Sensitivity) -> set[tuple[int, str]]:
     """(layer, "k" or "v") where the mix has another format than the lane."""
     if found.mix is None or not found.layers:
@@ -301,10 +308,9 @@ def _kept(findings: Findings, found: Sensitivity) -> set[tuple[int, str]]:
     lane = next((lane for lane in findings.lanes if lane.name == found.lane), None)
     low = found.lane if lane is None else lane.kv_cache_dtype
     n_layers = max(entry.layer for entry in found.layers) + 1
+    both = [_formats_alone(low), _formats_alone(found.mix.kv_cache_dtype)]
     try:
-        a, b = options.lanes(
-            [low, found.mix.kv_cache_dtype], n_layers, compute_dtype="bf16", declared=""
-        )
+        a, b = options.lanes(both, n_layers, compute_dtype="bf16", declared="")
     except (TypeError, ValueError):
         return set()
     return {

@@ -91,7 +91,7 @@ def run_section(findings: Findings, show: Show) -> Section:
     lanes = tuple(
         (
             show(lane.name),
-            clean(lane.model),
+            show(lane.model),
             as_code(lane.kv_cache_dtype),
             "baseline" if place == 0 else "control" if lane.control else "",
         )
@@ -99,7 +99,7 @@ def run_section(findings: Findings, show: Show) -> Section:
     )
     blocks: list[Block] = [
         *run_lines(findings, show),
-        Table(("lane", "model", "kv_cache_dtype", ""), lanes, left=4, title="Lanes"),
+        Table(("lane", "model", "kv_cache_dtype", "role"), lanes, left=4, title="Lanes"),
         *_mapping("Settings", findings.settings),
         *_mapping("Environment", findings.environment),
         Code(repeat(findings), "To run it again"),
@@ -119,7 +119,7 @@ def _mapping(title: str, values: Mapping[str, Any]) -> Iterator[Block]:
         else:
             rows.append((clean(key), _plain(value)))
     if rows:
-        yield Table(("", "value"), tuple(rows), left=2, title=title)
+        yield Table(("name", "value"), tuple(rows), left=2, title=title)
     for key, entries in lists:
         head = tuple(map(clean, entries[0]))
         cells = tuple(tuple(map(_plain, entry.values())) for entry in entries)

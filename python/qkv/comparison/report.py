@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .. import tables
 from ..stats import Interval, Verdict
-from .blocks import Block, Bullets, Code, Table, plural, shortened
+from .blocks import Block, Bullets, Code, Table, clean, plural, shortened
 from .content import in_order, run_lines, sections, verdict_rows
 from .page import html, page
 from .results import Findings
@@ -18,6 +18,11 @@ __all__ = ["html", "page", "text", "to_pandas"]
 #: A terminal's columns, and those of a lane's name in it.
 WIDTH = 110
 _NAME = 30
+_LEGEND = (
+    "Lost: right in the baseline, wrong here; gained: the other way round. Detectable: the "
+    "smallest loss in points that so many items show with a power of 80 %. A page with plots, "
+    "settings and what all this means: to_html()."
+)
 
 
 def text(findings: Findings) -> str:
@@ -32,11 +37,25 @@ def text(findings: Findings) -> str:
     lines.append("")
     for line in run_lines(findings, show):
         lines += _wrapped(line)
+    for name, short in names.items():
+        if short != clean(name):
+            lines += _wrapped(f"{short} is {clean(name)}")
     for section in sections(findings, show):
         lines += ["", section.title, "-" * min(len(section.title), WIDTH)]
-        for block in section.blocks:
-            lines += _block(block)
+        lines += _blocks(section.blocks)
+    if any(result.pair for task in findings.tasks.values() for result in task.lanes.values()):
+        lines += ["", *_wrapped(_LEGEND)]
     return "\n".join(lines)
+
+
+def _blocks(blocks: Sequence[Block]) -> Iterator[str]:
+    """With an empty line around tables."""
+    before: Block | None = None
+    for block in blocks:
+        if before is not None and (isinstance(block, Table) or isinstance(before, Table)):
+            yield ""
+        yield from _block(block)
+        before = block
 
 
 def _wrapped(line: str, first: str = "", rest: str = "") -> list[str]:
@@ -63,18 +82,16 @@ def _block(block: Block) -> list[str]:
         return [line for entry in block.lines for line in _wrapped(entry, "- ", "  ")]
     if isinstance(block, Code):
         return [f"{block.title}:", *(f"    {line}" for line in block.text.splitlines())]
-    lines = ["", f"{block.title}:"] if block.title else [""]
+    lines = [f"{block.title}:"] if block.title else []
     rows = block.rows[: block.most]
-    for columns in _pieces(block):
+    for place, columns in enumerate(_pieces(block)):
         head = [block.head[i] for i in columns]
         left = sum(i < block.left for i in columns)
-        lines += tables.text(head, [[row[i] for i in columns] for row in rows], left=left).split(
-            "\n"
-        )
-        lines.append("")
+        table = tables.text(head, [[row[i] for i in columns] for row in rows], left=left)
+        lines += [""] * (place > 0) + table.split("\n")
     if len(rows) < len(block.rows):
-        lines[-1:] = [f"... and {plural(len(block.rows) - len(rows), 'row')} more below these", ""]
-    return lines[:-1]
+        lines.append(f"... and {plural(len(block.rows) - len(rows), 'row')} more")
+    return lines
 
 
 def _pieces(table: Table) -> Iterator[list[int]]:
