@@ -11,7 +11,7 @@ from typing import Any
 
 from .._core import Error
 from ..run import Hook
-from . import analysis, report
+from . import analysis, layers, report, sensitivity
 from .journal import Journal, Record, read
 from .results import Findings, LaneVerdict, TaskResult
 from .runner import Runner
@@ -26,7 +26,9 @@ class Comparison:
 
     def __init__(self, header: Record, records: Sequence[Record]) -> None:
         self._header, self._records = header, list(records)
-        self.findings: Findings = analysis.findings(header, self._records)
+        self.findings: Findings = analysis.findings(
+            header, self._records, layers.findings(self._records)
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Comparison:
@@ -95,7 +97,7 @@ def compare(
     grid: bool = True,
     chat: bool = False,
     rerun_items: int = RERUN_ITEMS,
-    by_layer: bool = False,
+    by_layer: bool | Mapping[str, Any] = False,
     kl_bound: float | None = None,
     resume: str | os.PathLike[str] | None = None,
     on_finish: Hook | None = None,
@@ -116,8 +118,10 @@ def compare(
     chat: prompts through the model's chat template.
     rerun_items: so many items run again first, in another order and batch: bits must be equal, or
         Error.
-    by_layer: also each layer's K and V alone in the lower format, and the cheapest mix of formats
-        by layer whose mean KL stays below kl_bound (default: ten times the control lane's).
+    by_layer: also each layer's K and V alone in each lower format, on WikiText-2, and the cheapest
+        mix of formats by layer whose mean KL stays below kl_bound (default: ten times the control
+        lane's). True, or a mapping: "windows" (4) of "length" (512) tokens, "parts" (("k", "v"),
+        or "kv" for both at once). What it costs is said before it starts.
     resume: a file for the rows. What is in it is not computed again; other settings are an Error.
     on_finish(output): once per generated row, as in Engine.generate; stored with the row.
     engine_options: Engine's.
@@ -135,9 +139,15 @@ def compare(
         rerun_items=rerun_items,
         engine_options=engine_options,
     )
+    by_layer_ = sensitivity.wanted(by_layer, kl_bound)
+    if by_layer_ is not None:
+        sensitivity.check(planned, by_layer_)
     say: Say = _say if progress else _silent
     with Journal(resume, planned.header()) as journal:
         _run(planned, journal, on_finish=on_finish, progress=progress, say=say)
+        if by_layer_ is not None:
+            for entry in planned.models:
+                sensitivity.run(planned, entry, journal, by_layer_, say)
         return Comparison(journal.header, journal.records)
 
 
