@@ -135,7 +135,7 @@ isa: $(VENV)/test.stamp
 bench: $(VENV)/tools.stamp
 	$(CTESTS) --bench
 
-# Gemma-3-270M and Qwen2.5-Coder-0.5B (740 MB), into the cache folder where the tests look.
+# Gemma-3-270M, Qwen2.5-Coder-0.5B and -1.5B (1.9 GB), into the cache folder where the tests look.
 soak-models: $(VENV)/core.stamp
 	$(BIN)/python tests/tools/soak_models.py $${XDG_CACHE_HOME:-$$HOME/.cache}/qkv
 	$(BIN)/qkv demo-model

