@@ -385,12 +385,14 @@ def divergence_section(findings: Findings, show: Show) -> Section | None:
 
 
 def _bar(value: float, largest: float) -> str:
+    if not math.isfinite(value):
+        return "#" * BAR
     return "#" * round(BAR * value / largest) if largest > 0 and value > 0 else ""
 
 
 def _layers_table(found: Sensitivity) -> Table:
     by_kl = sorted(found.layers, key=lambda entry: -entry.kl)
-    largest = by_kl[0].kl if by_kl else 0.0
+    largest = max((entry.kl for entry in by_kl if math.isfinite(entry.kl)), default=0.0)
     rows = tuple(
         (
             str(entry.layer),
@@ -414,7 +416,7 @@ def _mix_blocks(mix: Mix) -> Iterator[Block]:
     )
     yield Code(f"kv_cache_dtype={as_code(mix.kv_cache_dtype)}", "The mix, as Engine takes it")
     if mix.tried:
-        head = ("layers kept in bf16", "KL", "bytes/token")
+        head = ("K and V kept as the baseline's", "KL", "bytes/token")
         rows = tuple((f"{n:,}", number(kl), f"{size:,}") for n, kl, size in mix.tried)
         yield Table(head, rows, title="Mixes tried")
 

@@ -160,7 +160,7 @@ class LayerSensitivity:
 
     layer: int
     part: Literal["k", "v", "kv"]
-    kl: float
+    kl: float  # inf if it is not finite at one token
     interval: Interval | None
     top1: float
 
@@ -175,7 +175,9 @@ class Mix:
     interval: Interval | None
     bound: float  # the KL that it was to stay under
     met: bool
-    tried: tuple[tuple[int, float, int], ...]  # (layers kept in bf16, KL, bytes) of each trial
+    #: (K and V of layers that stay in the baseline's format, KL, bytes per token) of each trial;
+    #: where layers were run whole, layers.
+    tried: tuple[tuple[int, float, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
