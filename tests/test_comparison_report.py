@@ -494,6 +494,11 @@ def test_page_needs_no_network_and_suits_both_schemes(whole: str) -> None:
     assert ">fp8_e4m3</text>" in svgs
 
 
+def test_no_p_value_is_taken_for_safety(whole: str) -> None:
+    assert "significant" not in whole.lower() + report.text(findings()).lower()
+    assert "A large p value clears nothing" in whole
+
+
 def test_verdict_words_stand_beside_colours(whole: str) -> None:
     badges = re.findall(r'<b class="badge (\w+)">([^<]+)</b>', whole)
     assert ("unsafe", "NOT SAFE") in badges and ("safe", "SAFE") in badges

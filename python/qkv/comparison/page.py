@@ -36,7 +36,7 @@ _CSS = """
 --qkv-c0:#3b82f6;--qkv-c1:#e8590c;--qkv-c2:#0d9488;--qkv-c3:#a855f7;--qkv-c4:#6b8e23;
 --qkv-c5:#db2777;--qkv-c6:#b7791f;--qkv-c7:#0891b2;
 font-family:system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;line-height:1.5;
-max-width:62rem;overflow-wrap:anywhere}
+max-width:68rem;overflow-wrap:anywhere}
 @supports(color:color-mix(in srgb,red,blue)){
 .qkv{--qkv-muted:color-mix(in srgb,currentColor 66%,transparent)}}
 .qkv h1{font-size:1.5rem;line-height:1.25;margin:0 0 .3rem}
@@ -56,7 +56,7 @@ padding:.05em .5em;font-size:.8em;font-weight:700;letter-spacing:.02em;white-spa
 .qkv .scroll{overflow-x:auto;margin:.5rem 0}
 .qkv table{border-collapse:collapse;font-size:.84rem;font-variant-numeric:tabular-nums;
 margin:0;overflow-wrap:normal}
-.qkv th,.qkv td{padding:.28rem .65rem;text-align:right;white-space:nowrap;border:0;
+.qkv th,.qkv td{padding:.28rem .5rem;text-align:right;white-space:nowrap;border:0;
 border-bottom:1px solid var(--qkv-grid);background:none;vertical-align:baseline}
 .qkv th{font-weight:600;color:var(--qkv-muted);border-bottom-width:2px}
 .qkv .l1 :is(th,td):nth-child(-n+1),.qkv .l2 :is(th,td):nth-child(-n+2),
