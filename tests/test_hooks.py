@@ -225,14 +225,29 @@ def test_greedy_reference(engine: qkv.Engine) -> None:
         assert one.scores["reference_logprob"] == float(one.logprobs.sum(dtype=np.float64))
 
 
-def test_reference_after_a_conversation(engine: qkv.Engine) -> None:
-    """The template's text is not tokenized anew: a second BOS would be before it."""
-    template = {"chat_template": "<s>{{ messages[0]['content'] }}:"}
+class WithBos:
+    """A tokenizer of letters that puts 1 before a text, unless told not to."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [10 + ord(letter) % 80 for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(index) for index in ids)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        return f"<{messages[0]['content']}>"
+
+
+def test_reference_after_a_conversation(model: Path) -> None:
+    """A template's text has its special tokens: another BOS would be one too many."""
+    tokenizer = WithBos()
     talk = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     hook = hooks.reference_logprob(REFERENCES)
-    outputs = engine.chat(talk, GREEDY, on_finish=hook, progress=False, template_options=template)
-    ids = [one.prompt_token_ids for one in outputs]
-    assert [one.scores for one in outputs] == expected(engine, ids, REFERENCES)
+    with qkv.Engine(model, tokenizer=tokenizer, **SMALL) as own:
+        outputs = own.chat(talk, GREEDY, on_finish=hook, progress=False)
+        ids = [tokenizer.encode(f"<{prompt}>", False) for prompt in PROMPTS]
+        tails = [tokenizer.encode(reference, False) for reference in REFERENCES]
+        assert [one.scores for one in outputs] == expected(own, ids, tails)
 
 
 def test_stream_is_filled_in_at_its_end(engine: qkv.Engine) -> None:
