@@ -19,7 +19,7 @@ import pytest
 import qkv
 from qkv import stats
 from qkv.comparison import analysis
-from qkv.comparison.results import Findings, Kl, Pair
+from qkv.comparison.results import Findings, Kl, Lane, Pair
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data"
 NAMES = ("bf16", "fp8", "control")
@@ -754,3 +754,16 @@ def test_three_items_show_no_loss() -> None:
     found = analysis.findings(header([GSM8K]), flips("gsm8k", 3, 3, 1, 0))
     assert pair_of(found, "gsm8k").detectable == math.inf
     assert json.loads(strict(found))["tasks"]["gsm8k"]["lanes"]["fp8"]["pair"]["detectable"] is None
+
+
+def test_every_format_has_its_rounding_step() -> None:
+    """The KL alarm allows for it: a format that is forgotten would be held to bf16's."""
+    assert set(analysis.ROUNDING_STEPS) == {name for name, _ in qkv._core.kv_formats()}
+
+    def lane(kv: Any, name: str) -> Lane:
+        return Lane(name=name, model="m", kv_cache_dtype=kv, kv_name=name)
+
+    assert analysis.rounding_step(lane("fp8_e5m2", "fp8_e5m2")) == 32
+    mixed = {"default": "bf16", "layers": {"3": {"v": "nvfp4"}}}
+    assert analysis.rounding_step(lane(mixed, "bf16,mixed")) == 64
+    assert analysis.rounding_step(lane({"k": "fp8_e4m3", "name": "mine"}, "mine")) == 16

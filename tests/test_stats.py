@@ -342,6 +342,13 @@ def test_kl_alarm() -> None:
     assert not stats.kl_beyond_control(0.0099, 0.001)
     assert not stats.kl_beyond_control(0.0, 0.0)  # the same numbers in both
     assert stats.kl_beyond_control(1e-9, 0.0)
+    # e4m3's step is 16 of bf16's: 16^2 / 3 = 85.3 times the control's is what rounding explains.
+    assert stats.kl_allowance(16) == pytest.approx(85.33, abs=0.01)
+    assert not stats.kl_beyond_control(0.0853, 0.001, 16)
+    assert stats.kl_beyond_control(0.0854, 0.001, 16)
+    assert stats.kl_allowance(1) == stats.kl_allowance(4) == 10.0
+    with pytest.raises(ValueError, match="step"):
+        stats.kl_allowance(0.5)
 
 
 # ---- the verdict -----------------------------------------------------------------------------

@@ -28,6 +28,7 @@ __all__ = [
     "detectable",
     "hazard",
     "holm",
+    "kl_allowance",
     "kl_beyond_control",
     "mcnemar_exact",
     "mcnemar_midp",
@@ -41,7 +42,8 @@ __all__ = [
 
 #: Both limits of a two-sided 95 % interval: the level of every formula on sample sizes.
 _Z_SIZE = float(ndtri(0.975))
-#: A mean KL this many times the control lane's is more than any change at all would cause.
+#: A mean KL this many times the control lane's is more than any change at all would cause, and
+#: more than rounding to bf16 explains; for coarser formats see kl_allowance.
 _KL_FACTOR = 10.0
 #: The baseline must lie this many margins above chance, or it has nothing to lose.
 _MARGINS_ABOVE_CHANCE = 3
@@ -330,10 +332,23 @@ def _block_labels(blocks: int | Iterable[Hashable], size: int) -> NDArray[np.int
     return np.arange(size, dtype=np.intp) // length
 
 
-def kl_beyond_control(lower: float, control: float) -> bool:
-    """Whether the lower limit of the mean KL is beyond ten times the control lane's mean KL."""
+def kl_allowance(step: float = 1.0) -> float:
+    """How many times the control lane's mean KL a format's own rounding may explain, with room.
+
+    step: the format's relative rounding step in steps of bf16 (e4m3 keeps 4 bits less: 16). KL goes
+    with the variance of the error. Rounding to nearest has step^2 / 12; the control's difference
+    from bf16, where one of two neighbours is drawn, has 1/4: step^2 / 3 times. Never less than ten.
+    Sound caches lie at a third of it (SmolLM2-135M, Gemma 3 270M, Qwen2.5 0.5B on WikiText-2:
+    e4m3 25, 27, 29 of 85; e5m2 94, 126, 112 of 341; nvfp4 315, 312 of 1365), so ten times the
+    control for every format would call each of them damaged."""
+    return max(_KL_FACTOR, _number("step", step, 1, math.inf, "[)") ** 2 / 3)
+
+
+def kl_beyond_control(lower: float, control: float, step: float = 1.0) -> bool:
+    """Whether the lower limit of the mean KL is beyond what the control lane's mean KL and the
+    format's rounding explain: kl_allowance(step) times the control's."""
     lower = _number("lower", lower, -math.inf, math.inf, "()")
-    return lower > _KL_FACTOR * _number("control", control, 0, math.inf, "[)")
+    return lower > kl_allowance(step) * _number("control", control, 0, math.inf, "[)")
 
 
 # ---- the verdict -----------------------------------------------------------------------------

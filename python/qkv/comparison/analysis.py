@@ -183,8 +183,31 @@ def _kl(study: _Study, name: str, scored: Mapping[str, Sequence[Record]]) -> dic
         tokens = forced.tokens(scored[lane.model], lane.name, against, by_row=by_row)
         if tokens is not None:
             control = None if lane.control else _control_mean(study, lane, found)
-            found[lane.name] = forced.measure(tokens, control=control, against=against)
+            found[lane.name] = forced.measure(
+                tokens, control=control, against=against, step=rounding_step(lane)
+            )
     return found
+
+
+#: Relative rounding step of each format in steps of bf16, which has 8 significant bits.
+ROUNDING_STEPS = {
+    "float32": 1, "bf16": 1, "bf16_stochastic": 1, "fp8_e4m3": 16, "mxfp8": 16, "fp8_e5m2": 32,
+    "nvfp4": 64, "fp4_mx_block16": 64,
+}  # fmt: skip
+
+
+def rounding_step(lane: Lane) -> int:
+    """The coarsest of the formats that the lane has in some layer."""
+    return max(ROUNDING_STEPS.get(name, 1) for name in (lane.kv_name, *_names(lane.kv_cache_dtype)))
+
+
+def _names(given: Any) -> Iterator[str]:
+    """Every text in a kv_cache_dtype: names of formats, and what is none."""
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, Mapping):
+        for entry in given.values():
+            yield from _names(entry)
 
 
 def _control_mean(study: _Study, lane: Lane, found: Mapping[str, Kl]) -> float | None:

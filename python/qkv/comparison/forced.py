@@ -77,8 +77,9 @@ def tokens(found: Sequence[Record], lane: str, reference: str, *, by_row: bool) 
     return Tokens(**{name: np.concatenate(values) for name, values in parts.items()})
 
 
-def measure(found: Tokens, *, control: float | None, against: str) -> Kl:
-    """control: the control lane's mean KL on the same task, None without one. Tokens with a number
+def measure(found: Tokens, *, control: float | None, against: str, step: float = 1.0) -> Kl:
+    """control: the control lane's mean KL on the same task, None without one. step: the lane's
+    relative rounding step in steps of bf16 (stats.kl_allowance). Tokens with a number
     that is not finite are counted and left out of every figure; one is enough for an alarm."""
     good = found.good
     used = found.at(good)
@@ -87,7 +88,7 @@ def measure(found: Tokens, *, control: float | None, against: str) -> Kl:
     beyond = (
         interval is not None
         and control is not None
-        and stats.kl_beyond_control(interval.lower, control)
+        and stats.kl_beyond_control(interval.lower, control, step)
     )
     nll = used.reference - used.logprobs
     p_change = np.exp(used.logprobs) - np.exp(used.reference)

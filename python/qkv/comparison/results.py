@@ -61,7 +61,8 @@ class Kl:
     nll_interval: Interval | None
     rms_p_change: float  # root mean square of the change of the given token's probability
     buckets: tuple[Bucket, ...]
-    #: The interval's lower limit is beyond ten times the control lane's mean, or not_finite > 0.
+    #: The interval's lower limit is beyond what the control lane's mean and the format's rounding
+    #: explain (stats.kl_allowance), or not_finite > 0.
     alarm: bool
     #: Of n_tokens: NaN or infinite, and left out of every figure here.
     not_finite: int = 0
