@@ -21,7 +21,8 @@ from .planner import Plan, plan
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from . import hooks, stats, tasks
+    from . import comparison, hooks, stats, tasks
+    from .comparison.compare import Comparison, compare
 
 try:
     __version__ = version("qkv")
@@ -30,6 +31,7 @@ except PackageNotFoundError:  # run from a checkout that is not installed
 
 __all__ = [
     "CheckpointError",
+    "Comparison",
     "Completion",
     "Engine",
     "Error",
@@ -47,6 +49,8 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "calibrate",
+    "compare",
+    "comparison",
     "hooks",
     "inspect",
     "plan",
@@ -56,7 +60,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """qkv.stats, which brings scipy, and what few need are imported when they are asked for."""
-    if name in ("hooks", "stats", "tasks"):
+    """What brings scipy is imported when it is asked for."""
+    if name in ("comparison", "hooks", "stats", "tasks"):
         return import_module(f".{name}", __name__)
+    if name in ("Comparison", "compare"):
+        return getattr(import_module(".comparison", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

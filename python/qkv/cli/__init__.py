@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import facts, generate, kv
+from . import compare, facts, generate, kv
 from .arguments import FORMATTER, Problem
 
 
@@ -19,6 +19,7 @@ def _parser() -> argparse.ArgumentParser:
         "  qkv demo-model                                      bring a small model\n"
         '  qkv generate --model demo "The capital of France is"\n'
         '  qkv chat --model demo "What is a prime number?"\n'
+        "  qkv compare demo --tasks mmlu --limit 57            is FP8 KV safe for it?\n"
         "  qkv COMMAND --help                                  more about a command",
         formatter_class=FORMATTER,
     )
@@ -26,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
     generate.add_generate(verbs)
     generate.add_chat(verbs)
+    compare.add(verbs)
     kv.add_calibrate(verbs)
     kv.add_plan(verbs)
     facts.add(verbs)

@@ -17,12 +17,16 @@ class Problem(Exception):
     """Wrong use: one line for the user, exit code 2."""
 
 
-def engine_options(parser: argparse.ArgumentParser) -> None:
+MODEL_HELP = "a folder with safetensors, a .gguf file, a hub name, or 'demo'"
+
+
+def engine_options(parser: argparse.ArgumentParser, *, one_model: bool = True) -> None:
+    """one_model: with --model and what belongs to it alone."""
     group = parser.add_argument_group("model and engine (names as SGLang has them)")
     add = group.add_argument
-    add("--model", "--model-path", required=True, metavar="MODEL",
-        help="a folder with safetensors, a .gguf file, a hub name, or 'demo'")  # fmt: skip
-    add("--tokenizer-path", metavar="DIR", help="tokenizer to use instead of the model's")
+    if one_model:
+        add("--model", "--model-path", required=True, metavar="MODEL", help=MODEL_HELP)
+        add("--tokenizer-path", metavar="DIR", help="tokenizer to use instead of the model's")
     add("--kv-cache-dtype", default="auto", metavar="DTYPE",
         help="format of the KV cache (qkv info lists them); with commas: several lanes; or the "
         "JSON of a mapping (default: auto)")  # fmt: skip
@@ -63,30 +67,38 @@ def kv_cache_dtype(given: str) -> Any:
     return names if len(names) > 1 else names[0]
 
 
-def open_engine(args: argparse.Namespace) -> Engine:
+def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """What Engine takes beside the model, its tokenizer and the KV formats. Turns the log on where
+    that was asked for."""
     if args.log_level is not None:
         logging.basicConfig(format="%(levelname)s %(message)s")
         logging.getLogger("qkv").setLevel(args.log_level.upper())
+    return {
+        "quantization": args.quantization,
+        "quantization_param_path": args.quantization_param_path,
+        "fp8_gemm_backend": args.fp8_gemm_backend,
+        "fp4_gemm_backend": args.fp4_gemm_backend,
+        "compute_dtype": args.compute_dtype,
+        "query_dtype": args.query_dtype,
+        "device": args.device,
+        "threads": args.threads,
+        "mem_fraction": args.mem_fraction_static,
+        "kv_tokens": args.max_total_tokens,
+        "max_running": args.max_running_requests,
+        "chunk_tokens": args.chunked_prefill_size,
+        "max_model_len": args.context_length,
+        "prefix_cache": not args.disable_radix_cache,
+        "schedule": args.schedule,
+        "seed": args.random_seed,
+    }
+
+
+def open_engine(args: argparse.Namespace) -> Engine:
     return Engine(
         args.model,
         kv_cache_dtype=kv_cache_dtype(args.kv_cache_dtype),
-        quantization=args.quantization,
-        quantization_param_path=args.quantization_param_path,
-        fp8_gemm_backend=args.fp8_gemm_backend,
-        fp4_gemm_backend=args.fp4_gemm_backend,
-        compute_dtype=args.compute_dtype,
-        query_dtype=args.query_dtype,
-        device=args.device,
-        threads=args.threads,
-        mem_fraction=args.mem_fraction_static,
-        kv_tokens=args.max_total_tokens,
-        max_running=args.max_running_requests,
-        chunk_tokens=args.chunked_prefill_size,
-        max_model_len=args.context_length,
-        prefix_cache=not args.disable_radix_cache,
-        schedule=args.schedule,
         tokenizer=args.tokenizer_path,
-        seed=args.random_seed,
+        **engine_arguments(args),
     )
 
 

@@ -72,8 +72,11 @@ class Journal:
         self._file = None
         if self.path is None:
             return
+        if self.path.exists() and not self.path.is_file():
+            raise Error(f"{self.path}: not a regular file")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a+b")  # noqa: SIM115 - kept open
+        # Unbuffered: what could not be written is not tried again when the file is closed.
+        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - kept open
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -105,9 +108,16 @@ class Journal:
         if self._file is None:
             return
         line = json.dumps(_pack(record), ensure_ascii=False, separators=(",", ":"), allow_nan=True)
-        self._file.write(line.encode("utf-8", "surrogatepass") + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        data = line.encode("utf-8", "surrogatepass") + b"\n"
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise Error(
+                f"{self.path}: {error.strerror}; the rows before are in it, and the same call with "
+                "the same file goes on with them"
+            ) from error
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Stores it for good before it returns."""
@@ -164,17 +174,27 @@ def check_same(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any])
     """Error if the file was begun with other settings, models or another build."""
     wanted = json.loads(json.dumps(wanted))  # tuples are lists in the file
     for part in ("settings", "environment", "lanes"):
-        old, new = stored.get(part), wanted.get(part)
-        if old == new:
-            continue
-        if isinstance(old, dict) and isinstance(new, dict):
-            names = sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
-            shown = ", ".join(
-                f"{k}: {old.get(k)!r:.60} there, {new.get(k)!r:.60} now" for k in names
+        found = [f"{k}: {a} there, {b} now" for k, a, b in _differences(stored, wanted, part)]
+        if found:
+            more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+            raise Error(
+                f"{path}: was begun with other {part} ({'; '.join(found[:3])}{more}): rows of two "
+                "comparisons are not mixed; use another file"
             )
+
+
+def _differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], part: str
+) -> Iterator[tuple[str, str, str]]:
+    """Path and values of whatever is not the same in this part of two headers."""
+    stack = [(part, old.get(part), new.get(part))]
+    while stack:
+        path, a, b = stack.pop()
+        if a == b:
+            continue
+        if isinstance(a, dict) and isinstance(b, dict):
+            stack += [(f"{path}.{k}", a.get(k), b.get(k)) for k in sorted({*a, *b}, reverse=True)]
+        elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+            stack += [(f"{path}[{i}]", a[i], b[i]) for i in reversed(range(len(a)))]
         else:
-            shown = f"{part} differ"
-        raise Error(
-            f"{path}: was begun with other {part} ({shown}): rows of two comparisons are not "
-            "mixed; use another file"
-        )
+            yield path, f"{a!r:.80}", f"{b!r:.80}"
