@@ -75,12 +75,12 @@ test: $(VENV)/test.stamp
 check: format-check lint layers stubs ctests fuzz-replay pytest-fast
 
 format: $(VENV)/dev.stamp
-	$(BIN)/clang-format -i $(C_FILES) $(shell find kernels -name '*.inc')
+	$(BIN)/clang-format -i $(C_FILES) $(shell find csrc kernels -name '*.inc')
 	$(BIN)/ruff format $(PY_FILES)
 	$(BIN)/ruff check --fix $(PY_FILES)
 
 format-check: $(VENV)/dev.stamp
-	$(BIN)/clang-format --dry-run -Werror $(C_FILES) $(shell find kernels -name '*.inc')
+	$(BIN)/clang-format --dry-run -Werror $(C_FILES) $(shell find csrc kernels -name '*.inc')
 	$(BIN)/ruff format --check $(PY_FILES)
 
 lint: $(VENV)/dev.stamp

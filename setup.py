@@ -79,7 +79,9 @@ def kernel_sources() -> tuple[list[str], list[str]]:
 
 
 def headers() -> list[str]:
-    patterns = ["csrc/**/*.h", "csrc/**/*.def", "kernels/cpu/*.h", "kernels/cpu/*.inc"]
+    patterns = [
+        f"{at}/*.{kind}" for at in ("csrc/**", "kernels/cpu") for kind in ("h", "def", "inc")
+    ]
     return sorted(path for p in patterns for path in glob.glob(p, recursive=True))
 
 
