@@ -49,6 +49,7 @@ struct qkv_device_options {
     const char *isa;          /* NULL: QKV_ISA from the environment, else the best there is */
     const struct qkv_log *log;
     const struct qkv_allocator *allocator; /* NULL: qkv_block_alloc. Ignored by GPU backends */
+    const char *fault; /* of the fault backend: what it damages; the others ignore it */
 };
 
 struct qkv_device_info {
@@ -336,5 +337,10 @@ uint64_t qkv_cpu_packed_bytes(enum qkv_format format, enum qkv_compute compute, 
 /* A backend that keeps every buffer of `inner` unreadable outside its own calls, so that a test
  * sees any touch from above as a fault (backend/guard.c). */
 const struct qkv_backend *qkv_guard_backend(void);
+
+/* A backend that damages the cache of one layer in lanes whose formats are narrow, so that a test
+ * sees a comparison find it (backend/fault.c). options.fault: "layer=3,kind=v_zero" or
+ * "layer=3,kind=k_rotate,head=0"; a layer or head that the model lacks fails kv_create. */
+const struct qkv_backend *qkv_fault_backend(void);
 
 #endif

@@ -28,7 +28,7 @@ enum { QKV_LOGIT_BYTES = 32 << 20 };
 
 struct qkv_engine_options {
     const char *path;                  /* as qkv_weights_open takes it */
-    const char *device;                /* "auto", "cpu", "guard" */
+    const char *device;                /* "auto", "cpu"; for tests "guard", "fault:..." */
     const struct qkv_backend *backend; /* NULL: by `device`. Tests bring one that fails on demand */
     const char *isa;                   /* NULL: the environment's or the best */
     enum qkv_compute compute;

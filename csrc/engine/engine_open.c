@@ -53,22 +53,29 @@ static enum qkv_status check_against_model(struct qkv_error *err,
 static enum qkv_status open_device(struct qkv_error *err, struct qkv_engine *engine,
                                    const struct qkv_engine_options *options)
 {
+    static const char FAULT[] = "fault:";
     const char *name = options->device;
+    const char *fault = NULL;
     if (options->backend != NULL) {
         engine->backend = options->backend;
     } else if (strcmp(name, "auto") == 0 || strcmp(name, "cpu") == 0) {
         engine->backend = qkv_cpu_backend();
     } else if (strcmp(name, "guard") == 0) {
         engine->backend = qkv_guard_backend();
+    } else if (strncmp(name, FAULT, strlen(FAULT)) == 0) {
+        engine->backend = qkv_fault_backend();
+        fault = name + strlen(FAULT);
     } else {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "device: \"%s\", this build has \"cpu\" and \"guard\"", name);
+                        "device: \"%s\", this build has \"cpu\", \"guard\" and \"fault:...\"",
+                        name);
     }
     struct qkv_device_options device = {
         .n_threads = options->n_threads,
         .compute = options->compute,
         .isa = options->isa,
         .log = &engine->log,
+        .fault = fault,
     };
     return engine->backend->open(err, &device, &engine->device);
 }

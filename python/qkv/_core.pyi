@@ -95,7 +95,9 @@ class Engine:
         query_dtype: Literal["bf16", "fp8_e4m3"] = "bf16",
         threads: int = 0,  # 0: all that the process may use
         compute_dtype: Literal["bf16", "float32"] = "bf16",
-        device: str = "auto",  # "auto", "cpu", "guard" (for tests)
+        # "auto" or "cpu". For tests: "guard"; "fault:layer=3,kind=v_zero" and
+        # "fault:layer=3,kind=k_rotate,head=0", which damage the cache of lanes that are not bf16.
+        device: str = "auto",
         isa: str | None = None,
         max_running: int = 64,
         chunk_tokens: int = 512,

@@ -82,7 +82,7 @@ class Engine:
         seed: int | None = None,
     ) -> None:
         options.one_of("compute_dtype", compute_dtype, ("bf16", "float32"))
-        options.one_of("device", device, ("auto", "cpu", "guard"))
+        options.check_device(device)
         options.one_of("schedule", schedule, ("offline", "fcfs"))
         options.check_arithmetic(
             fp8_gemm_backend=fp8_gemm_backend,
