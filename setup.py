@@ -100,10 +100,12 @@ def build_folders() -> dict[str, dict[str, str]]:
     }
 
 
-def parallel_commands() -> dict[str, Any]:
-    """build_clib and build_ext that compile as many files at a time as there are processors."""
+def commands() -> dict[str, Any]:
+    """build_clib and build_ext that compile as many files at a time as there are processors, and
+    build_py that puts the .pth file beside the packages (python/qkv_lm_eval_hook.py says why)."""
     from setuptools.command.build_clib import build_clib
     from setuptools.command.build_ext import build_ext
+    from setuptools.command.build_py import build_py
 
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
 
@@ -125,7 +127,13 @@ def parallel_commands() -> dict[str, Any]:
             self.compiler.compile = compile_all
             super().build_extension(ext)
 
-    return {"build_clib": Clib, "build_ext": Ext}
+    class Py(build_py):
+        def run(self) -> None:
+            super().run()
+            if not self.editable_mode:
+                self.copy_file("python/qkv_lm_eval.pth", self.build_lib)
+
+    return {"build_clib": Clib, "build_ext": Ext, "build_py": Py}
 
 
 def main() -> None:
@@ -151,7 +159,7 @@ def main() -> None:
         extra_compile_args=[*system, *HOST_FLAGS, *mode_flags()],
         extra_link_args=["-pthread", "-lm"],
     )
-    options = {"options": build_folders(), "cmdclass": parallel_commands()}
+    options = {"options": build_folders(), "cmdclass": commands()}
     setup(ext_modules=[core], libraries=libraries, **options)
 
 

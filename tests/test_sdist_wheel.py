@@ -63,6 +63,7 @@ def test_wheel_works_in_a_clean_environment(
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {"qkv/py.typed", "qkv/_core.pyi", "qkv/cli/__init__.py"} <= set(names)
+    assert {"qkv_lm_eval_hook.py", "qkv_lm_eval.pth"} <= set(names)
     assert sum(name.endswith(".so") for name in names) == 1
     assert not [name for name in names if name.startswith(("csrc", "kernels", "tests"))]
 

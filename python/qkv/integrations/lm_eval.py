@@ -1,11 +1,14 @@
 """lm-evaluation-harness (0.4.10 or newer) on this engine, as its model `qkv`:
 
-    qkv-lm-eval --model qkv --model_args pretrained=PATH,kv_cache_dtype=fp8_e4m3 --tasks gsm8k
+    lm_eval --model qkv --model_args pretrained=PATH,kv_cache_dtype=fp8_e4m3 --tasks gsm8k
 
-`qkv-lm-eval` is the harness's own command with the model registered; in a program importing this
-module registers it, and `lm_eval.simple_evaluate(model="qkv", ...)` finds it. Neither torch nor
-transformers is needed. Texts become tokens, contexts are cut and long texts fall into windows as in
-the harness's `hf` model; all requests of a kind go to the engine at once, which batches them.
+The harness finds the model where qkv is installed as a wheel (qkv_lm_eval_hook.py). The command
+`qkv-lm-eval` is the harness's own with the model registered, however qkv was installed; and in a
+program importing this module registers it for `lm_eval.simple_evaluate(model="qkv", ...)`.
+
+Neither torch nor transformers is needed. Texts become tokens, contexts are cut and long texts fall
+into windows as in the harness's `hf` model; all requests of a kind go to the engine at once, which
+batches them.
 """
 
 import importlib
