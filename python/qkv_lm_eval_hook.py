@@ -6,9 +6,15 @@ already, and costs nothing until somebody imports lm_eval.models. Of an editable
 .pth file; `qkv-lm-eval` does the same without.
 """
 
+from __future__ import annotations
+
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+
+TYPE_CHECKING = False  # typing's own would have to be imported
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _MODULE = "lm_eval.models"
 _MODEL = "qkv.integrations.lm_eval:QkvLM"
@@ -19,7 +25,7 @@ class _Finder:
 
     @staticmethod
     def find_spec(
-        name: str, path: list[str] | None = None, target: ModuleType | None = None
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
         if name != _MODULE:
             return None
