@@ -22,7 +22,7 @@ from ..options import PAGE_TOKENS
 from ..outputs import RequestOutput, Score
 from ..params import SamplingParams
 from ..run import Hook
-from ..tasks import Item
+from ..tasks import Item, Window
 from .journal import Journal, Record
 from .settings import Asked, ModelLanes, Plan, Say
 
@@ -50,6 +50,7 @@ class Runner:
         self._on_finish, self._progress, self._say = on_finish, progress, say
         self.names = [lane.name for lane in entry.lanes]
         self._engine: Engine | None = None
+        self._cut: dict[str, list[Window]] = {}
 
     @property
     def engine(self) -> Engine:
@@ -107,8 +108,8 @@ class Runner:
 
     def run(self) -> None:
         """Everything of this model that the journal does not have."""
-        first = {asked.task.name: self._first_places(asked) for asked in self.plan.tasks}
         if self.plan.rerun_items and next(self._find("rerun"), None) is None:
+            first = {asked.task.name: self._first_places(asked) for asked in self.plan.tasks}
             for asked in self.plan.tasks:
                 self._rows(asked, first[asked.task.name])
             self._rerun(first)
@@ -128,25 +129,30 @@ class Runner:
             return range(len(self._windows(asked)))
         return asked.task.places(asked.limit)
 
-    def _windows(self, asked: Asked) -> list[tuple[str, list[int]]]:
-        windows: list[tuple[str, list[int]]] = asked.task.windows(
-            self.engine.tokenizer.encode, limit=asked.limit
-        )
-        return windows
+    def _windows(self, asked: Asked) -> list[Window]:
+        """Of the model's own tokens; cut once, as it takes seconds."""
+        name = asked.task.name
+        if name not in self._cut:
+            encode = self.engine.tokenizer.encode
+            self._cut[name] = asked.task.windows(encode, limit=asked.limit)
+        return self._cut[name]
 
     def _rows(self, asked: Asked, places: Sequence[int] | None) -> None:
         """Computes and stores the rows at these places (None: all) that are not there yet."""
         name, kind = asked.task.name, asked.task.kind
         done = {record["key"] for record in self._find("forced", task=name)}
         answered = {record["key"] for record in self._find("answer", task=name)}
-        wanted = self._places(asked) if places is None else places
         if kind == "text":
+            if asked.limit is not None and len(done) >= asked.limit:
+                return  # without the model, whose tokens say how many windows there are
             windows = self._windows(asked)
+            wanted = range(len(windows)) if places is None else places
             left = [windows[place] for place in wanted if windows[place][0] not in done]
             for part in self._parts(left, _SCORED_AT_ONCE, f"{name} ({self.entry.label})"):
                 for record in self._score_windows(name, part):
                     self.journal.add(record)
             return
+        wanted = self._places(asked) if places is None else places
         key_of = asked.task.questions
         left_places = [place for place in wanted if key_of[place].key not in done]
         size = self.engine._max_running * 4 if left_places else 1
@@ -156,7 +162,8 @@ class Runner:
             items = [(place, asked.task.item(place, chat=asked.chat)) for place in part]
             if kind == "choice":
                 for record in self._choose(asked, items):
-                    self.journal.add(record)
+                    if record["kind"] == "forced" or record["key"] not in answered:
+                        self.journal.add(record)
             else:
                 fresh = [entry for entry in items if entry[1].key not in answered]
                 for record in self._generate(asked, fresh, self._on_finish):
@@ -279,9 +286,7 @@ class Runner:
             start = len(self._prompt(item)) if isinstance(item.prompt, str) else len(prompts[0])
             yield self._forced(asked.task.name, item.key, start, own[0])
 
-    def _score_windows(
-        self, task: str, windows: Sequence[tuple[str, list[int]]]
-    ) -> Iterator[Record]:
+    def _score_windows(self, task: str, windows: Sequence[Window]) -> Iterator[Record]:
         scores = self.engine.score([ids for _, ids in windows], progress=False)
         for (key, _), score in zip(windows, scores, strict=True):
             yield self._forced(task, key, 1, score)

@@ -6,10 +6,12 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from .. import _core, kv_scales, models, options
+from ..engine import Engine
 from ..params import flag, integer
 from ..tasks import Task
 from ..tasks import task as named_task
@@ -158,6 +160,9 @@ def plan(
     """Checks everything that can be checked without weights. ValueError, TypeError, Error."""
     if "kv_cache_dtype" in engine_options or "tokenizer" in engine_options:
         raise TypeError("compare: kv_cache_dtypes says the lanes; a tokenizer is the model's own")
+    unknown = sorted(set(engine_options) - set(signature(Engine).parameters))
+    if unknown:
+        raise TypeError(f"compare: there is no option {unknown[0]!r}")
     flag("control", control)
     flag("grid", grid)
     flag("chat", chat)
