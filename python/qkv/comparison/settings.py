@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core, kv_scales, models, options
-from ..engine import Engine
+from ..engine import Engine, load_tokenizer
 from ..params import flag, integer
 from ..tasks import Task
 from ..tasks import task as named_task
+from ..tasks.needle import LENGTHS, MAX_TOKENS, needle
 from .results import Lane
 
 #: The format whose rounding is drawn at random: the control lane's.
@@ -200,7 +201,7 @@ def plan(
         raise ValueError("compare: one lane alone has nothing to be compared with")
     return Plan(
         models=tuple(entries),
-        tasks=_asked(tasks, limit, chat),
+        tasks=_asked(tasks, limit, chat, entries, engine_options),
         margin=float(margin),
         rerun_items=rerun_items,
         engine_options=dict(engine_options),
@@ -254,13 +255,23 @@ def _model_lanes(
     return ModelLanes(model, path, label, tuple(kv), tuple(lanes), tuple(found), config, digest)
 
 
-def _asked(tasks: Any, limit: Any, chat: bool) -> tuple[Asked, ...]:
+def _asked(
+    tasks: Any,
+    limit: Any,
+    chat: bool,
+    entries: Sequence[ModelLanes],
+    engine_options: Mapping[str, Any],
+) -> tuple[Asked, ...]:
     given = [tasks] if isinstance(tasks, (str, Task)) else list(tasks)
     if not given:
         raise ValueError("compare: no task")
     found: dict[str, Asked] = {}
     for entry in given:
-        task = named_task(entry) if isinstance(entry, str) else entry
+        task = entry
+        if entry == "needle":
+            task = _needle(entries, engine_options)
+        elif isinstance(entry, str):
+            task = named_task(entry)
         if not isinstance(task, Task):
             raise TypeError(f"tasks: {entry!r:.60}: a name or a qkv.tasks.Task")
         if task.name in found:
@@ -274,6 +285,19 @@ def _asked(tasks: Any, limit: Any, chat: bool) -> tuple[Asked, ...]:
         if unknown:
             raise ValueError(f"limit: no task is called {', '.join(map(repr, unknown))}")
     return tuple(found.values())
+
+
+def _needle(entries: Sequence[ModelLanes], engine_options: Mapping[str, Any]) -> Task:
+    """Of the lengths that every model takes, in tokens of the first one."""
+    bounds = [int(entry.config["max_positions"]) for entry in entries]
+    bounds += [engine_options[name] for name in ("max_model_len", "kv_tokens")
+               if engine_options.get(name) is not None]  # fmt: skip
+    most = min(bounds) - MAX_TOKENS
+    lengths = [length for length in LENGTHS if length <= most]
+    if not lengths:
+        raise ValueError(f"tasks: needle: its shortest text does not fit into {min(bounds)} tokens")
+    encode = load_tokenizer(entries[0].path).encode
+    return needle(lengths=lengths, encode=encode)
 
 
 Say = Callable[[str], None]
