@@ -13,7 +13,7 @@ from .._core import Error
 from ..run import Hook
 from . import analysis, layers, report, sensitivity
 from .journal import Journal, Record, read
-from .results import Findings, LaneVerdict, TaskResult
+from .results import Findings, LaneVerdict, Sensitivity, TaskResult
 from .runner import Runner
 from .settings import RERUN_ITEMS, Plan, Say, plan
 
@@ -21,7 +21,8 @@ from .settings import RERUN_ITEMS, Plan, Say, plan
 class Comparison:
     """What a comparison found. Prints as a table, in a notebook as HTML.
 
-    verdicts: by lane, over all tasks. tasks: by name, with every lane's figures.
+    verdicts: by lane, over all tasks. tasks: by name, with every lane's figures. sensitivity: by
+    lane, where by_layer was asked for: each layer alone, and the mix.
     findings: all of it as plain data (qkv.comparison.results)."""
 
     def __init__(self, header: Record, records: Sequence[Record]) -> None:
@@ -42,6 +43,10 @@ class Comparison:
     @property
     def tasks(self) -> Mapping[str, TaskResult]:
         return self.findings.tasks
+
+    @property
+    def sensitivity(self) -> Mapping[str, Sensitivity]:
+        return self.findings.sensitivity
 
     def rows(self, task: str) -> list[dict[str, Any]]:
         """The stored rows of a task, one per item and model, in the order of the data set: key,
