@@ -16,7 +16,9 @@ line is cut off when the file is opened again. Records, by "kind":
              scores: logprobs [n]; kl, kl_reverse, top1 [n] except for the model's first lane
   speed    model, lanes {name: {"decode": tokens/s, "prefill": tokens/s}}
   clips    model, lanes {name: {"clipped": share, "flushed": share}}
-  layers   lane, part, and what sensitivity.py stores
+  layers_asked  model, lane, and what is to be found out of it (layers.Sweep): the last one counts
+  layers   model, key (of a window), lanes {formats: {"kl" [n], "top1" [n]}}, formats being what
+             kv_cache_dtype takes, as JSON: they are compared with the model's first lane
 """
 
 from __future__ import annotations
