@@ -88,6 +88,7 @@ class Plan:
     tasks: tuple[Asked, ...]
     margin: float
     rerun_items: int
+    speed: bool = True
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -157,6 +158,7 @@ def plan(
     chat: bool,
     rerun_items: int,
     engine_options: Mapping[str, Any],
+    speed: bool = True,
 ) -> Plan:
     """Checks everything that can be checked without weights. ValueError, TypeError, Error."""
     if "kv_cache_dtype" in engine_options or "tokenizer" in engine_options:
@@ -167,6 +169,7 @@ def plan(
     flag("control", control)
     flag("grid", grid)
     flag("chat", chat)
+    flag("speed", speed)
     integer("rerun_items", rerun_items, 0)
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 1e-6 <= margin < 1:
         raise ValueError(f"margin={margin!r}: a share of the items, in [0.000001, 1)")
@@ -204,6 +207,7 @@ def plan(
         tasks=_asked(tasks, limit, chat, entries, engine_options),
         margin=float(margin),
         rerun_items=rerun_items,
+        speed=speed,
         engine_options=dict(engine_options),
     )
 
