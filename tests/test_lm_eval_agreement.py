@@ -18,7 +18,7 @@ from qkv import tasks
 from tools import bf16_gguf
 
 DATA = Path(__file__).parent / "data"
-FIXTURE = {"smollm2": "demo_model"}
+FIXTURE = {"smollm2": "demo_model", "qwen25_coder_1.5b": "coder_model"}
 
 
 def recorded(name: str) -> dict[str, Any]:
@@ -41,6 +41,7 @@ def lead(values: NDArray[np.float64]) -> NDArray[np.float64]:
     "name",
     [
         pytest.param("smollm2", marks=pytest.mark.slow),
+        pytest.param("qwen25_coder_1.5b", marks=pytest.mark.soak),
     ],
 )
 def test_choices_agree_with_the_harness_hf_model(
