@@ -4,6 +4,7 @@ test_comparison_runs.py."""
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,17 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert "  qkv compare" in text and "exit code" in text and "percentage points" in text
+
+
+def test_make_demo_runs_a_comparison(taken: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `make demo` asks for is there: tasks, limits, formats."""
+    root = Path(__file__).resolve().parents[1]
+    monkeypatch.chdir(root)
+    (root / "build").mkdir(exist_ok=True)
+    makefile = (root / "Makefile").read_text().replace("\\\n", " ")
+    line = next(line for line in makefile.splitlines() if line.startswith("DEMO := "))
+    assert "qkv compare demo $(DEMO)" in makefile
+    assert cli.main(["compare", "demo", *shlex.split(line.removeprefix("DEMO := "))]) == 130
+    (_, dtypes, tasks), options = taken[-1]
+    assert dtypes == ["bf16", "fp8_e4m3"]
+    assert {"gsm8k", "mmlu"} <= {task.name for task in tasks} == set(options["limit"])
