@@ -108,6 +108,7 @@ struct qkv_batch_seq {
     int32_t first_pos; /* position of the first of them; positions 0 .. first_pos - 1 are cached */
     const int32_t *pages; /* [n_pages] page ids in order of position, covering all positions */
     int32_t n_pages;
+    int32_t fork_layer; /* the forward pass reads it (model.h), a backend does not */
 };
 
 struct qkv_batch {
@@ -281,9 +282,10 @@ struct qkv_backend {
     enum qkv_status (*kv_histogram)(struct qkv_error *err, struct qkv_device *dev,
                                     const struct qkv_kv *kv, int32_t layer, int32_t head,
                                     bool values, uint64_t *counts);
-    /* Zeroes pages in every layer: a page that is handed to a sequence holds no stale slots. */
+    /* Zeroes pages in the layers from first_layer on (0 .. n_layers - 1): a page that is handed to
+     * a sequence holds no stale slots in a layer that it will use. */
     enum qkv_status (*kv_zero)(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
-                               const int32_t *pages, int32_t n_pages);
+                               int32_t first_layer, const int32_t *pages, int32_t n_pages);
 
     /* Makes `batch` the current one: the operations below refer to it until the next begin().
      * The batch and its arrays must stay valid and unchanged until then. Positions < 2^24. */
@@ -308,7 +310,8 @@ struct qkv_backend {
                               const struct qkv_buffer *logits, int32_t n_vocab,
                               const struct qkv_sample_row *rows, int32_t n,
                               const struct qkv_sample_out *out);
-    /* dst[dst_first + i, :] = src[rows[i], :], f32 rows of `dim`; rows: host [n]. Two buffers. */
+    /* dst[dst_first + i, :] = src[rows[i], :], f32 rows of `dim`; rows: host [n]. Within one buffer
+     * none of the rows that are read may be one of those that are written. */
     enum qkv_status (*copy_rows)(struct qkv_error *err, struct qkv_device *dev,
                                  struct qkv_buffer *dst, int32_t dst_first,
                                  const struct qkv_buffer *src, const int32_t *rows, int32_t n,

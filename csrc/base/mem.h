@@ -41,9 +41,9 @@ enum qkv_status qkv_calloc(struct qkv_error *err, size_t n, size_t elem_bytes, v
 enum qkv_status qkv_grow(struct qkv_error *err, void **array, size_t *capacity, size_t need,
                          size_t elem_bytes);
 
-/* Zeroed, 64-byte aligned block for kernels; blocks of 2 MiB and more are mapped directly and
- * advised to use huge pages, their pages become resident when first touched. Release with the same
- * byte count. */
+/* Zeroed, 64-byte aligned block for kernels; blocks of 128 KiB and more are mapped directly, their
+ * pages become resident when first touched; those of 2 MiB and more are advised to use huge pages.
+ * Release with the same byte count. */
 enum qkv_status qkv_block_alloc(struct qkv_error *err, size_t n_bytes, void **out);
 void qkv_block_free(void *block, size_t n_bytes);
 

@@ -20,7 +20,9 @@
 
 struct qkv_engine;
 
-enum { QKV_LANES_MAX = 16, QKV_ROWS_MAX = 65536 };
+/* Lanes: a model of 127 layers with K and V of each in another format alone, and what they are
+ * compared with. */
+enum { QKV_LANES_MAX = 256, QKV_ROWS_MAX = 65536 };
 
 /* Logits of a step are computed in pieces of at most so many bytes (one row at least): a long
  * prompt with a large vocabulary never holds [tokens, vocab]. */

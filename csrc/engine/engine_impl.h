@@ -9,11 +9,12 @@
 
 /* A row of the current step whose logits are needed. */
 struct qkv_wanted_row {
-    struct qkv_generation *gen;
+    struct qkv_generation *gen;    /* NULL in lockstep.c's: a target is all that those report */
     const struct qkv_buffer *kept; /* where its hidden state is; NULL: in the batch */
     int32_t row;                   /* of the batch or of `kept` */
     int32_t prompt_index;          /* of the prompt figure it gives; -1: it gives the next token */
     int32_t target;                /* the prompt token to report, -1 if sampled */
+    int32_t n_top;
     int32_t first; /* the wanted row to compare it with, a few before it; -1: none */
     int32_t pair;  /* number of the comparison in this step, -1: none */
 };
@@ -29,6 +30,7 @@ struct qkv_engine {
     int32_t n_lanes;
     int64_t kv_tokens;
     float *kv_scales;                    /* [n_lanes, n_layers, 2, n_kv_heads]: applied */
+    int32_t *fork_layers;                /* [n_lanes]: lockstep.h */
     int32_t n_pages_used[QKV_LANES_MAX]; /* pages 0 .. n - 1 of the pool have been touched */
     bool quantize_q;
     int32_t max_running, chunk_tokens, max_model_len, max_rows, max_logit_rows;
@@ -67,8 +69,16 @@ struct qkv_engine {
     size_t step_finished_capacity;
 };
 
-/* Adds to the wanted rows of the step. */
+/* The wanted rows of a step: forget those of the last one, list them, and, after the forward pass,
+ * fill sampled*, kl, kl_reverse and top1 from their logits, piece by piece. */
+void qkv_engine_want_none(struct qkv_engine *engine);
 void qkv_engine_want(struct qkv_engine *engine, const struct qkv_wanted_row *row);
+enum qkv_status qkv_engine_answer_wanted(struct qkv_error *err, struct qkv_engine *engine);
+
+/* Zeroes pages of a lane in the layers from first_layer on; notes that they were used. */
+enum qkv_status qkv_engine_zero_pages(struct qkv_error *err, struct qkv_engine *engine,
+                                      int32_t lane, int32_t first_layer, const int32_t *pages,
+                                      int32_t n_pages);
 
 /* Out of the scheduler, if it is still in there. */
 void qkv_engine_release(struct qkv_engine *engine, struct qkv_generation *gen);

@@ -7,6 +7,7 @@
 #include "engine/engine_impl.h"
 #include "engine/engine_kv.h"
 #include "engine/load_log.h"
+#include "engine/lockstep.h"
 #include "io/weights.h"
 
 static enum qkv_status check_range(struct qkv_error *err, const char *name, int64_t value,
@@ -161,6 +162,7 @@ static enum qkv_status create_lanes(struct qkv_error *err, struct qkv_engine *en
     free(layers);
     QKV_TRY(status);
     QKV_TRY(qkv_engine_set_kv_scales(err, engine, options));
+    QKV_TRY(qkv_lockstep_init(err, engine, options));
     engine->kv_tokens = (int64_t)n_pages * QKV_PAGE_TOKENS;
     struct qkv_scheduler_options scheduler = {
         .n_lanes = options->n_lanes,
@@ -310,6 +312,7 @@ void qkv_engine_close(struct qkv_engine *engine)
     free(engine->kl_reverse);
     free(engine->top1);
     free(engine->kv_scales);
+    free(engine->fork_layers);
     free(engine->score.row_list);
     free(engine->top_id);
     free(engine->top_logprob);

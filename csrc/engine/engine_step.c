@@ -6,23 +6,30 @@
 #include "base/os.h"
 #include "engine/engine_impl.h"
 
+void qkv_engine_want_none(struct qkv_engine *engine)
+{
+    engine->n_wanted = 0;
+    engine->n_pairs = 0;
+    engine->top_stride = 0;
+}
+
 void qkv_engine_want(struct qkv_engine *engine, const struct qkv_wanted_row *row)
 {
-    const struct qkv_gen_params *params = &row->gen->params;
     engine->wanted[engine->n_wanted++] = *row;
-    int32_t n_top = row->prompt_index >= 0 ? params->prompt_n_top : params->n_top;
-    if (n_top > engine->top_stride) {
-        engine->top_stride = n_top;
+    if (row->n_top > engine->top_stride) {
+        engine->top_stride = row->n_top;
     }
 }
 
 static void want(struct qkv_engine *engine, struct qkv_generation *gen, int32_t row,
                  int32_t prompt_index, int32_t target)
 {
+    int32_t n_top = prompt_index >= 0 ? gen->params.prompt_n_top : gen->params.n_top;
     qkv_engine_want(engine, &(struct qkv_wanted_row){.gen = gen,
                                                      .row = row,
                                                      .prompt_index = prompt_index,
                                                      .target = target,
+                                                     .n_top = n_top,
                                                      .first = -1,
                                                      .pair = -1});
 }
@@ -32,9 +39,7 @@ static void want(struct qkv_engine *engine, struct qkv_generation *gen, int32_t 
 static enum qkv_status collect_wanted(struct qkv_error *err, struct qkv_engine *engine,
                                       const struct qkv_step *plan)
 {
-    engine->n_wanted = 0;
-    engine->n_pairs = 0;
-    engine->top_stride = 0;
+    qkv_engine_want_none(engine);
     int32_t first_row = 0;
     for (int32_t i = 0; i < plan->n_slices; i++) {
         const struct qkv_slice *slice = &plan->slices[i];
@@ -71,7 +76,7 @@ static void fill_sample_row(const struct qkv_wanted_row *wanted, int32_t logit_r
     if (wanted->prompt_index >= 0) {
         memset(out, 0, sizeof *out);
         out->target = wanted->target;
-        out->n_top = wanted->gen->params.prompt_n_top;
+        out->n_top = wanted->n_top;
         out->top_p = 1.0f;
         out->repetition_penalty = 1.0f;
     } else {
@@ -178,21 +183,38 @@ static enum qkv_status sample_piece(struct qkv_error *err, struct qkv_engine *en
     return compare_piece(err, engine, first, n, logits);
 }
 
+enum qkv_status qkv_engine_answer_wanted(struct qkv_error *err, struct qkv_engine *engine)
+{
+    int32_t n;
+    for (int32_t first = 0; first < engine->n_wanted; first += n) {
+        n = piece_rows(engine, first);
+        QKV_TRY(sample_piece(err, engine, first, n));
+    }
+    return engine->backend->sync(err, engine->device);
+}
+
+enum qkv_status qkv_engine_zero_pages(struct qkv_error *err, struct qkv_engine *engine,
+                                      int32_t lane, int32_t first_layer, const int32_t *pages,
+                                      int32_t n_pages)
+{
+    QKV_TRY(engine->backend->kv_zero(err, engine->device, engine->lanes[lane], first_layer, pages,
+                                     n_pages));
+    for (int32_t i = 0; i < n_pages; i++) {
+        if (pages[i] >= engine->n_pages_used[lane]) {
+            engine->n_pages_used[lane] = pages[i] + 1;
+        }
+    }
+    return QKV_OK;
+}
+
 static enum qkv_status zero_new_pages(struct qkv_error *err, struct qkv_engine *engine,
                                       const struct qkv_step *plan)
 {
     for (int32_t lane = 0; lane < engine->n_lanes; lane++) {
         int32_t first = plan->new_first[lane];
         int32_t n = plan->new_first[lane + 1] - first;
-        if (n == 0) {
-            continue;
-        }
-        QKV_TRY(engine->backend->kv_zero(err, engine->device, engine->lanes[lane],
-                                         plan->new_pages + first, n));
-        for (int32_t i = first; i < first + n; i++) {
-            if (plan->new_pages[i] >= engine->n_pages_used[lane]) {
-                engine->n_pages_used[lane] = plan->new_pages[i] + 1;
-            }
+        if (n > 0) {
+            QKV_TRY(qkv_engine_zero_pages(err, engine, lane, 0, plan->new_pages + first, n));
         }
     }
     return QKV_OK;
@@ -206,12 +228,7 @@ static enum qkv_status compute(struct qkv_error *err, struct qkv_engine *engine,
     QKV_TRY(qkv_batch_fill(err, &engine->batch, plan, engine->lanes, engine->n_lanes));
     QKV_TRY(qkv_model_forward(err, engine->model, &engine->batch.batch));
     QKV_TRY(qkv_score_keep(err, engine));
-    int32_t n;
-    for (int32_t first = 0; first < engine->n_wanted; first += n) {
-        n = piece_rows(engine, first);
-        QKV_TRY(sample_piece(err, engine, first, n));
-    }
-    return engine->backend->sync(err, engine->device);
+    return qkv_engine_answer_wanted(err, engine);
 }
 
 /* Before the commit, which moves n_cached. */

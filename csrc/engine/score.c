@@ -126,7 +126,8 @@ static enum qkv_status find_or_create(struct qkv_error *err, struct qkv_score *s
         QKV_TRY(check_same(err, group, gen));
     } else {
         void *block = NULL;
-        QKV_TRY(qkv_calloc(err, 1, sizeof *group, &block));
+        size_t members_bytes = (size_t)gen->params.group_size * sizeof group->members[0];
+        QKV_TRY(qkv_calloc(err, 1, sizeof *group + members_bytes, &block));
         group = block;
         group->id = gen->params.group;
         group->n_members = gen->params.group_size;
@@ -211,18 +212,13 @@ void qkv_score_leave(struct qkv_engine *engine, struct qkv_generation *gen, uint
         return;
     }
     struct qkv_score_group *group = gen->member->group;
-    struct qkv_generation *others[QKV_LANES_MAX];
-    int32_t n_others = 0;
-    for (int32_t i = 0; i < group->n_joined; i++) {
-        if (group->members[i] != gen) {
-            others[n_others++] = group->members[i];
-        }
-    }
+    int32_t n_others = group->n_joined - 1;
     gen->comparison = QKV_COMPARISON_BROKEN;
     qkv_score_forget(engine, gen);
-    for (int32_t i = 0; i < n_others; i++) {
-        qkv_score_forget(engine, others[i]);
-        end_member(engine, others[i], now_ns);
+    for (; n_others > 0; n_others--) { /* the last to be forgotten takes the group with it */
+        struct qkv_generation *other = group->members[0];
+        qkv_score_forget(engine, other);
+        end_member(engine, other, now_ns);
     }
 }
 
@@ -289,6 +285,7 @@ static void want_common(struct qkv_engine *engine, struct qkv_score_group *group
                 .gen = gen,
                 .prompt_index = index,
                 .target = gen->seq->tokens[gen->params.logprob_start + index],
+                .n_top = gen->params.prompt_n_top,
                 .first = i == 0 ? -1 : first,
                 .pair = i == 0 ? -1 : engine->n_pairs++,
             };

@@ -28,13 +28,13 @@ struct qkv_score_group {
     int64_t id;
     int32_t n_members;
     int32_t n_joined;
-    struct qkv_generation *members[QKV_LANES_MAX]; /* by lane once all have joined */
-    int32_t n_compared;                            /* figures that all members have */
+    int32_t n_compared; /* figures that all members have */
     /* Of the current step: */
     int32_t n_common; /* n_compared after it */
     bool touched;
     struct qkv_score_group *next_touched;
     struct qkv_score_group *next_open; /* of the groups that lack members */
+    struct qkv_generation *members[];  /* [n_members]: n_joined, by lane once all have joined */
 };
 
 /* What a sequence has while its comparison goes on. */

@@ -1,5 +1,7 @@
 /* The one forward pass: the same few backend operations for every architecture; what differs is in
  * the plan. */
+#include <string.h>
+
 #include "model/plan.h"
 
 static enum qkv_status run_linear(struct qkv_error *err, const struct qkv_model *model,
@@ -92,10 +94,62 @@ static enum qkv_status mlp_block(struct qkv_error *err, const struct qkv_model *
                       });
 }
 
+static enum qkv_status check_forks(struct qkv_error *err, const struct qkv_model *model,
+                                   const struct qkv_batch *batch)
+{
+    const struct qkv_batch_seq *first = batch->seqs;
+    int32_t previous = 0;
+    for (int32_t i = 0; i < batch->n_seqs; i++) {
+        const struct qkv_batch_seq *seq = &batch->seqs[i];
+        if (seq->fork_layer < previous || seq->fork_layer >= model->config.n_layers ||
+            first->fork_layer != 0) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT,
+                            "sequence %d: fork_layer %d after %d, the model has %d layers", (int)i,
+                            (int)seq->fork_layer, (int)previous, (int)model->config.n_layers);
+        }
+        previous = seq->fork_layer;
+        if (seq->fork_layer > 0 &&
+            (seq->n_rows != first->n_rows || seq->n_rows < 1 ||
+             seq->first_pos != first->first_pos || seq->first_row < seq->n_rows ||
+             seq->first_row > batch->n_rows - seq->n_rows ||
+             memcmp(batch->tokens + seq->first_row, batch->tokens,
+                    (size_t)seq->n_rows * sizeof(int32_t)) != 0)) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT,
+                            "sequence %d: forks at layer %d from one with other tokens", (int)i,
+                            (int)seq->fork_layer);
+        }
+    }
+    return QKV_OK;
+}
+
+/* The sequences that are computed from `layer` on become part of the current batch, which is what
+ * the operations refer to. Its rows are a prefix of the whole batch's. */
+static enum qkv_status join_layer(struct qkv_error *err, struct qkv_model *model,
+                                  const struct qkv_batch *batch, int32_t layer)
+{
+    struct qkv_batch *active = &model->active;
+    const int32_t n_before = active->n_seqs;
+    int32_t n_seqs = n_before;
+    while (n_seqs < batch->n_seqs && batch->seqs[n_seqs].fork_layer == layer) {
+        n_seqs++;
+    }
+    if (layer > 0 && n_seqs == n_before) {
+        return QKV_OK;
+    }
+    active->n_seqs = n_seqs;
+    active->n_rows = n_seqs < batch->n_seqs ? batch->seqs[n_seqs].first_row : batch->n_rows;
+    QKV_TRY(model->backend->begin(err, model->device, active));
+    for (int32_t i = n_before; layer > 0 && i < n_seqs; i++) {
+        QKV_TRY(model->backend->copy_rows(err, model->device, model->x, batch->seqs[i].first_row,
+                                          model->x, model->row_list, batch->seqs[i].n_rows,
+                                          model->config.hidden));
+    }
+    return QKV_OK;
+}
+
 enum qkv_status qkv_model_forward(struct qkv_error *err, struct qkv_model *model,
                                   const struct qkv_batch *batch)
 {
-    const struct qkv_backend *backend = model->backend;
     model->n_rows = 0;
     if (batch->n_rows < 1 || batch->n_rows > model->max_rows) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "a batch of %d rows, must be 1 .. %d",
@@ -107,15 +161,26 @@ enum qkv_status qkv_model_forward(struct qkv_error *err, struct qkv_model *model
                             (int)batch->tokens[i], (int)model->config.vocab - 1);
         }
     }
-    QKV_TRY(backend->begin(err, model->device, batch));
-    QKV_TRY(backend->embed(err, model->device, model->embed, (float)model->config.embed_scale,
-                           model->x));
+    QKV_TRY(check_forks(err, model, batch));
+    model->active = *batch;
+    model->active.n_seqs = 0;
+    QKV_TRY(join_layer(err, model, batch, 0));
+    QKV_TRY(model->backend->embed(err, model->device, model->embed,
+                                  (float)model->config.embed_scale, model->x));
     for (int32_t layer = 0; layer < model->config.n_layers; layer++) {
-        QKV_TRY(attention_block(err, model, layer, batch->n_rows));
-        QKV_TRY(mlp_block(err, model, layer, batch->n_rows));
+        const int32_t n_rows = model->active.n_rows;
+        QKV_TRY(attention_block(err, model, layer, n_rows));
+        QKV_TRY(mlp_block(err, model, layer, n_rows));
+        model->n_layer_rows += (uint64_t)n_rows;
+        QKV_TRY(join_layer(err, model, batch, layer + 1));
     }
     model->n_rows = batch->n_rows;
     return QKV_OK;
+}
+
+uint64_t qkv_model_layer_rows(const struct qkv_model *model)
+{
+    return model->n_layer_rows;
 }
 
 static enum qkv_status run_head(struct qkv_error *err, struct qkv_model *model,

@@ -235,6 +235,12 @@ static enum qkv_status create_buffers(struct qkv_error *err, struct qkv_model *m
     const uint64_t kv = (uint64_t)config->n_kv_heads * (uint64_t)config->head_dim;
     const uint64_t gate_up = 2 * (uint64_t)config->ffn;
     const uint64_t wide = q + 2 * kv > gate_up ? q + 2 * kv : gate_up;
+    void *row_list = NULL;
+    QKV_TRY(qkv_calloc(err, (size_t)n_rows, sizeof(int32_t), &row_list));
+    model->row_list = row_list;
+    for (int32_t i = 0; i < model->max_rows; i++) {
+        model->row_list[i] = i;
+    }
     QKV_TRY(create_buffer(err, model, n_rows, hidden, &model->x));
     QKV_TRY(create_buffer(err, model, n_rows, wide, &model->wide));
     QKV_TRY(create_buffer(err, model, n_rows, q, &model->heads));
@@ -395,6 +401,7 @@ void qkv_model_destroy(struct qkv_model *model)
         model->backend->buffer_destroy(model->device, buffers[i]);
     }
     free(model->layers);
+    free(model->row_list);
     free(model);
 }
 

@@ -39,9 +39,17 @@ const struct qkv_model_config *qkv_model_get_config(const struct qkv_model *mode
 void qkv_model_memory(const struct qkv_model *model, struct qkv_model_memory *out);
 
 /* Runs all layers for the batch; the hidden states of its rows stay in the model until the next
- * forward. 1 <= n_rows <= max_rows. */
+ * forward. 1 <= n_rows <= max_rows.
+ *
+ * A sequence with a fork_layer f > 0 is computed from layer f on; up to there its hidden states are
+ * those of the batch's first sequence, which must have the same tokens at the same positions, and
+ * its KV pool is not touched. Sequences come by rising fork_layer, the first one's is 0, and all
+ * are below n_layers. */
 enum qkv_status qkv_model_forward(struct qkv_error *err, struct qkv_model *model,
                                   const struct qkv_batch *batch);
+
+/* Rows times layers that were computed since the model was loaded. */
+uint64_t qkv_model_layer_rows(const struct qkv_model *model);
 
 /* Logits of some rows of the last forward: *logits is f32 [n, vocab], owned by the model, valid
  * until the next call. 1 <= n <= max_logit_rows. */

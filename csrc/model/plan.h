@@ -50,7 +50,10 @@ struct qkv_model {
         *branch; /* [max_rows, hidden]: a block's output before its post-norm, or NULL */
     struct qkv_buffer *logits; /* [max_logit_rows, vocab] */
 
-    int32_t n_rows; /* of the last forward that succeeded, 0: none */
+    int32_t n_rows;          /* of the last forward that succeeded, 0: none */
+    struct qkv_batch active; /* the forward's batch as far as it has come: sequences join it */
+    int32_t *row_list;       /* [max_rows]: 0, 1, 2, ... */
+    uint64_t n_layer_rows;   /* qkv_model_layer_rows */
     struct qkv_model_memory memory;
 };
 

@@ -103,6 +103,14 @@ static int add_named_tuples(PyObject *module, struct qkv_py_state *state)
             "\"complete\" or \"broken\"; times in seconds.",
             &state->result_type);
     }
+    if (result == 0) {
+        result = add_named_tuple(
+            module, factory, "LaneScores", "logprobs kl kl_reverse top1 computed skipped",
+            "A document in all lanes, of tokens logprob_start .. n - 1: logprobs, kl, kl_reverse\n"
+            "[n_lanes, m] float32 and top1 [n_lanes, m] bool as in Result, against lane 0, whose\n"
+            "own are 0, 0 and True; computed and skipped: rows times layers.",
+            &state->lane_scores_type);
+    }
     Py_DECREF(factory);
     return result;
 }
@@ -136,6 +144,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->engine_type);
     Py_VISIT(state->step_type);
     Py_VISIT(state->result_type);
+    Py_VISIT(state->lane_scores_type);
     return 0;
 }
 
@@ -150,6 +159,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->engine_type);
     Py_CLEAR(state->step_type);
     Py_CLEAR(state->result_type);
+    Py_CLEAR(state->lane_scores_type);
     return 0;
 }
 

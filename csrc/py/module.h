@@ -19,6 +19,7 @@ struct qkv_py_state {
     PyTypeObject *engine_type;
     PyObject *step_type; /* named tuples */
     PyObject *result_type;
+    PyObject *lane_scores_type;
 };
 
 /* Of the module object, or of an object of one of its types. */

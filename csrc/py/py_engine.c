@@ -440,6 +440,8 @@ static PyMethodDef engine_methods[] = {
     {"abort", engine_abort, METH_O,
      "abort($self, id, /)\n--\n\nForgets a sequence in any state. The others of its group end as\n"
      "\"abort\", in the next step. ValueError: no such id."},
+    {"score_lanes", (PyCFunction)(void (*)(void))qkv_py_engine_score_lanes,
+     METH_VARARGS | METH_KEYWORDS, qkv_py_engine_score_lanes_doc},
     {"flush", engine_flush, METH_NOARGS, "flush($self)\n--\n\nEmpties the prefix trees."},
     {"close", engine_close, METH_NOARGS,
      "close($self)\n--\n\nGives all memory back. Error if another call is inside; again: nothing."},

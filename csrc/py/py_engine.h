@@ -1,5 +1,5 @@
-/* The Engine object, shared by py_engine.c (lock, steps), py_open.c (loading), py_add.c (requests)
- * and py_kv.c (KV pools). */
+/* The Engine object, shared by py_engine.c (lock, steps), py_open.c (loading), py_add.c (requests),
+ * py_lockstep.c (scoring lanes) and py_kv.c (KV pools). */
 #ifndef QKV_PY_PY_ENGINE_H
 #define QKV_PY_PY_ENGINE_H
 
@@ -31,6 +31,10 @@ extern const char qkv_py_engine_doc[];
 /* Engine.add */
 PyObject *qkv_py_engine_add(PyObject *self, PyObject *args, PyObject *kwargs);
 extern const char qkv_py_engine_add_doc[];
+
+/* Engine.score_lanes */
+PyObject *qkv_py_engine_score_lanes(PyObject *self, PyObject *args, PyObject *kwargs);
+extern const char qkv_py_engine_score_lanes_doc[];
 
 /* Engine.kv_scales, kv_counts, kv_counts_reset, kv_observe, kv_histogram */
 PyObject *qkv_py_engine_kv_scales(PyObject *self, PyObject *lane);

@@ -92,7 +92,7 @@ enum qkv_status qkv_cpu_kv_histogram(struct qkv_error *err, struct qkv_device *d
                                      const struct qkv_kv *kv, int32_t layer, int32_t head,
                                      bool values, uint64_t *counts);
 enum qkv_status qkv_cpu_kv_zero(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
-                                const int32_t *pages, int32_t n_pages);
+                                int32_t first_layer, const int32_t *pages, int32_t n_pages);
 /* QKV_OK if this build attends over these formats. */
 enum qkv_status qkv_cpu_kv_supports(struct qkv_error *err, const struct qkv_device *dev,
                                     const struct qkv_support_query *query);

@@ -375,16 +375,17 @@ enum qkv_status qkv_cpu_kv_histogram(struct qkv_error *err, struct qkv_device *d
 }
 
 enum qkv_status qkv_cpu_kv_zero(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
-                                const int32_t *pages, int32_t n_pages)
+                                int32_t first_layer, const int32_t *pages, int32_t n_pages)
 {
     (void)dev;
+    QKV_TRY(check_layer(err, "KV pages", kv, first_layer));
     for (int32_t i = 0; i < n_pages; i++) {
         if (pages[i] < 0 || pages[i] >= kv->n_pages) {
             return qkv_fail(err, QKV_ERR_ARGUMENT, "KV page %d, the pool has %d", pages[i],
                             kv->n_pages);
         }
     }
-    for (int32_t l = 0; l < kv->n_layers; l++) {
+    for (int32_t l = first_layer; l < kv->n_layers; l++) {
         struct qkv_cpu_kv_layer *layer = &kv->layers[l];
         size_t n_heads = (size_t)layer->desc.n_kv_heads;
         for (int32_t i = 0; i < n_pages; i++) {

@@ -21,9 +21,6 @@ enum qkv_status qkv_cpu_copy_rows(struct qkv_error *err, struct qkv_device *dev,
     }
     size_t n_src = count_rows(src, dim);
     size_t n_dst = count_rows(dst, dim);
-    if (dst == src) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: source and target are one buffer");
-    }
     if (n < 0 || dst_first < 0 || (size_t)dst_first > n_dst ||
         (size_t)n > n_dst - (size_t)dst_first) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: rows %d + %d of a buffer of %zu",
@@ -33,6 +30,10 @@ enum qkv_status qkv_cpu_copy_rows(struct qkv_error *err, struct qkv_device *dev,
         if (rows[i] < 0 || (size_t)rows[i] >= n_src) {
             return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: row %d of a buffer of %zu", rows[i],
                             n_src);
+        }
+        if (dst == src && rows[i] >= dst_first && rows[i] - dst_first < n) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT,
+                            "copy_rows: row %d of one buffer is read and written", rows[i]);
         }
     }
     size_t row_bytes = (size_t)dim * sizeof(float);

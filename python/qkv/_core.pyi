@@ -78,6 +78,17 @@ class Result(NamedTuple):
     cached_tokens: int
     retractions: int
 
+class LaneScores(NamedTuple):
+    """A document in every lane; m figures, of tokens logprob_start .. n - 1."""
+
+    logprobs: NDArray[np.float32]  # [n_lanes, m], natural
+    # Against lane 0, in nats, as in Result: [n_lanes, m]. Row 0 is lane 0 itself: 0, 0, True.
+    kl: NDArray[np.float32]
+    kl_reverse: NDArray[np.float32]
+    top1: NDArray[np.bool_]
+    computed: int  # rows times layers that were computed
+    skipped: int  # that were taken from lane 0; with `computed` (n - 1) * n_lanes * n_layers
+
 @final
 class Engine:
     """A model on a device with its KV pools. Sequences in, tokens out; one sample each."""
@@ -177,6 +188,14 @@ class Engine:
     def abort(self, id: int, /) -> None:
         """Drops a sequence in any state; there is nothing to take. The others of its group end as
         "abort", in the next step."""
+    def score_lanes(self, tokens: NDArray[np.int32], *, logprob_start: int = 1) -> LaneScores:
+        """All lanes over one document [n], n >= 2, in lockstep, without the scheduler: the bits
+        that a group of all lanes gives (add()). Layers below the first one in which a lane's
+        formats or applied scales differ from lane 0's are computed once, in lane 0; the lane's
+        pool, counts and histograms are not touched there. Empties the prefix trees. Signals are
+        seen between chunks; after an exception the engine goes on. ValueError: a token,
+        logprob_start, more than max_model_len tokens, or more lanes than chunk_tokens +
+        max_running. OutOfPages: the pools are too small. Error: sequences wait or run."""
     def flush(self) -> None:
         """Empties the prefix trees."""
     def close(self) -> None: ...

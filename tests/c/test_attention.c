@@ -225,7 +225,7 @@ static bool run_step(struct machine *m, const struct shape *s, const struct sequ
             continue;
         }
         seqs[batch.n_seqs] =
-            (struct qkv_batch_seq){0, batch.n_rows, n_rows, done[i], pages[i], n_pages[i]};
+            (struct qkv_batch_seq){0, batch.n_rows, n_rows, done[i], pages[i], n_pages[i], 0};
         which[batch.n_seqs++] = i;
         CHECK_OK(m->be->upload(&err, m->dev, m->qkv, (size_t)batch.n_rows * in_dim * sizeof(float),
                                q->rows + (size_t)done[i] * in_dim,
@@ -644,7 +644,7 @@ static void test_lanes(void)
     for (int32_t i = 0; i < 2 * N; i++) {
         positions[i] = i % N;
     }
-    struct qkv_batch_seq seqs[2] = {{0, 0, N, 0, pages, 2}, {1, N, N, 0, pages, 2}};
+    struct qkv_batch_seq seqs[2] = {{0, 0, N, 0, pages, 2, 0}, {1, N, N, 0, pages, 2, 0}};
     struct qkv_batch batch = {2 * N, tokens, positions, 2, seqs, lanes, 2};
     struct qkv_attention args = attention_args(&m, s);
     CHECK_OK(m.be->upload(&err, m.dev, m.qkv, 0, rows, 2 * N * in_dim * sizeof(float)), err);
@@ -678,7 +678,7 @@ static void test_errors(void)
     for (int32_t i = 0; i < 20; i++) {
         positions[i] = i;
     }
-    struct qkv_batch_seq seq = {0, 0, 20, 0, pages, 2};
+    struct qkv_batch_seq seq = {0, 0, 20, 0, pages, 2, 0};
     struct qkv_batch batch = {20, tokens, positions, 1, &seq, &m.kv, 1};
     struct qkv_attention args = attention_args(&m, s);
     CHECK_OK(m.be->begin(&err, m.dev, &batch), err);

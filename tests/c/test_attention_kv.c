@@ -153,8 +153,8 @@ static void attend(const struct machine *m, const struct shape *s, const struct 
     size_t out_bytes = (size_t)(N_HEADS * s->v_dim) * sizeof(float);
     int32_t n = end - begin;
     for (int32_t lane = 0; lane < n_lanes; lane++) {
-        seqs[lane] =
-            (struct qkv_batch_seq){lane, lane * n, n, begin, pages, (N_TOKENS + PAGE - 1) / PAGE};
+        seqs[lane] = (struct qkv_batch_seq){
+            lane, lane * n, n, begin, pages, (N_TOKENS + PAGE - 1) / PAGE, 0};
         for (int32_t i = 0; i < n; i++) {
             positions[lane * n + i] = begin + i;
         }

@@ -90,7 +90,7 @@ static void test_pools(void)
         memset(layer->v, 0xbb, 10 * n_heads * layer->v_page_bytes);
     }
     int32_t pages[3] = {9, 0, 4};
-    CHECK_OK(qkv_cpu_kv_zero(&err, dev, kv, pages, 3), err);
+    CHECK_OK(qkv_cpu_kv_zero(&err, dev, kv, 0, pages, 3), err);
     for (int l = 0; l < 2; l++) {
         struct qkv_cpu_kv_layer *layer = &kv->layers[l];
         for (int32_t page = 0; page < 10; page++) {
@@ -107,10 +107,16 @@ static void test_pools(void)
             }
         }
     }
+    pages[0] = 5;
+    CHECK_OK(qkv_cpu_kv_zero(&err, dev, kv, 1, pages, 1), err); /* from layer 1 on */
+    CHECK_EQ_INT(kv->layers[0].k[qkv_cpu_kv_k_offset(&kv->layers[0], 5, 0)], 0xaa);
+    CHECK_EQ_INT(kv->layers[1].k[qkv_cpu_kv_k_offset(&kv->layers[1], 5, 0)], 0);
+    CHECK_EQ_INT(kv->layers[1].v[qkv_cpu_kv_v_offset(&kv->layers[1], 5, 0)], 0);
+    CHECK_ERROR(qkv_cpu_kv_zero(&err, dev, kv, 2, pages, 1), err, QKV_ERR_ARGUMENT, "layer 2");
     pages[1] = 10;
-    CHECK_ERROR(qkv_cpu_kv_zero(&err, dev, kv, pages, 3), err, QKV_ERR_ARGUMENT, "page 10");
+    CHECK_ERROR(qkv_cpu_kv_zero(&err, dev, kv, 0, pages, 3), err, QKV_ERR_ARGUMENT, "page 10");
     pages[1] = -1;
-    CHECK_ERROR(qkv_cpu_kv_zero(&err, dev, kv, pages, 3), err, QKV_ERR_ARGUMENT, "page -1");
+    CHECK_ERROR(qkv_cpu_kv_zero(&err, dev, kv, 0, pages, 3), err, QKV_ERR_ARGUMENT, "page -1");
     float scales[3] = {1.0f, 1.0f, 1.0f};
     CHECK_OK(qkv_cpu_kv_set_scales(&err, dev, kv, 0, scales, scales), err);
     CHECK_ERROR(qkv_cpu_kv_set_scales(&err, dev, kv, 2, scales, scales), err, QKV_ERR_ARGUMENT,

@@ -214,6 +214,22 @@ static enum qkv_status fake_norm_add(struct qkv_error *err, struct qkv_device *d
     return QKV_OK;
 }
 
+static enum qkv_status fake_copy_rows(struct qkv_error *err, struct qkv_device *dev,
+                                      struct qkv_buffer *dst, int32_t dst_first,
+                                      const struct qkv_buffer *src, const int32_t *rows, int32_t n,
+                                      int32_t dim)
+{
+    (void)err;
+    CHECK(dst == src);
+    CHECK_EQ_INT(dim, TINY_HIDDEN);
+    for (int32_t i = 0; i < n; i++) {
+        CHECK_EQ_INT(rows[i], i);
+    }
+    CHECK(dst_first >= n);
+    record(dev, 'c');
+    return QKV_OK;
+}
+
 static const struct qkv_backend FAKE = {
     .abi = QKV_BACKEND_ABI,
     .size = sizeof(struct qkv_backend),
@@ -232,6 +248,7 @@ static const struct qkv_backend FAKE = {
     .linear = fake_linear,
     .attention = fake_attention,
     .norm_add = fake_norm_add,
+    .copy_rows = fake_copy_rows,
 };
 
 static struct qkv_device device;
@@ -636,6 +653,52 @@ static void write_gguf(char *path, uint32_t factor_bits)
     CHECK(close(fd) == 0);
 }
 
+/* Sequences join the batch at their layers, with the rows of the first. */
+static void test_forks(void)
+{
+    start_checkpoint();
+    struct qkv_error err;
+    struct qkv_model_options options = fresh_options();
+    struct qkv_model *model = NULL;
+    CHECK_OK(load(&err, &options, &model), err);
+    int32_t tokens[4] = {5, 6, 5, 5};
+    struct qkv_batch_seq seqs[4] = {
+        {.first_row = 0, .n_rows = 1},
+        {.first_row = 1, .n_rows = 1},
+        {.first_row = 2, .n_rows = 1, .fork_layer = 1},
+        {.first_row = 3, .n_rows = 1, .fork_layer = 1},
+    };
+    struct qkv_batch batch = {.n_rows = 4, .tokens = tokens, .n_seqs = 4, .seqs = seqs};
+    CHECK_OK(qkv_model_forward(&err, model, &batch), err);
+    CHECK_EQ_STR(device.ops, "beqAagabccqAaga");
+    CHECK_EQ_INT(device.linears[0].n_rows, 2);
+    CHECK_EQ_INT(device.linears[3].n_rows, 2);
+    CHECK_EQ_INT(device.linears[4].n_rows, 4);
+    CHECK_EQ_INT(qkv_model_layer_rows(model), 2 + 4);
+    seqs[3].fork_layer = TINY_LAYERS;
+    CHECK_ERROR(qkv_model_forward(&err, model, &batch), err, QKV_ERR_ARGUMENT,
+                "sequence 3: fork_layer 2 after 1, the model has 2 layers");
+    seqs[3].fork_layer = 0;
+    CHECK_ERROR(qkv_model_forward(&err, model, &batch), err, QKV_ERR_ARGUMENT,
+                "sequence 3: fork_layer 0 after 1");
+    seqs[3].fork_layer = 1;
+    seqs[0].fork_layer = seqs[1].fork_layer = 1;
+    CHECK_ERROR(qkv_model_forward(&err, model, &batch), err, QKV_ERR_ARGUMENT, "sequence 0");
+    seqs[0].fork_layer = seqs[1].fork_layer = 0;
+    tokens[3] = 7;
+    CHECK_ERROR(qkv_model_forward(&err, model, &batch), err, QKV_ERR_ARGUMENT,
+                "sequence 3: forks at layer 1 from one with other tokens");
+    tokens[3] = 5;
+    seqs[3].first_pos = 1;
+    CHECK_ERROR(qkv_model_forward(&err, model, &batch), err, QKV_ERR_ARGUMENT, "sequence 3");
+    seqs[3].first_pos = 0;
+    seqs[3].first_row = 4;
+    CHECK_ERROR(qkv_model_forward(&err, model, &batch), err, QKV_ERR_ARGUMENT, "sequence 3");
+    qkv_model_destroy(model);
+    CHECK_EQ_INT(device.live, 0);
+    end_checkpoint();
+}
+
 /* Row 1 of a head of 8 channels is file row 2: the halves are interleaved. Biases move likewise. */
 static void test_gguf_permutation(void)
 {
@@ -708,7 +771,7 @@ static void test_names(void)
     check_name(QKV_PART_ATTN_POST_NORM, gguf, true, "blk.17.post_attention_norm.weight");
 }
 
-CHECK_MAIN(test_forward_plan, test_every_failure_of_the_device, test_interrupted,
+CHECK_MAIN(test_forward_plan, test_forks, test_every_failure_of_the_device, test_interrupted,
            test_refused_by_the_device, test_missing_and_misshapen, test_left_over,
            test_head_beside_a_tied_embedding, test_gguf_permutation, test_bad_rope_factors,
            test_names)

@@ -207,8 +207,19 @@ static void test_copied_rows(void)
     rows[1] = -1;
     CHECK_ERROR(m.be->copy_rows(&err, m.dev, dst, 0, m.logits, rows, 3, DIM), err, QKV_ERR_ARGUMENT,
                 "row -1");
-    CHECK_ERROR(m.be->copy_rows(&err, m.dev, dst, 0, dst, rows, 1, DIM), err, QKV_ERR_ARGUMENT,
-                "one buffer");
+    /* Within one buffer, unless a row is both read and written. */
+    rows[1] = 0;
+    CHECK_OK(m.be->copy_rows(&err, m.dev, dst, 1, dst, rows, 2, DIM), err);
+    CHECK_OK(m.be->download(&err, m.dev, dst, 0, got, sizeof got), err);
+    for (int i = 0; i < DIM; i++) {
+        CHECK_EQ_FLOAT(got[1 * DIM + i], x[0 * DIM + i]);
+        CHECK_EQ_FLOAT(got[2 * DIM + i], 0.0f);
+        CHECK_EQ_FLOAT(got[3 * DIM + i], x[0 * DIM + i]);
+    }
+    CHECK_ERROR(m.be->copy_rows(&err, m.dev, dst, 3, dst, rows, 1, DIM), err, QKV_ERR_ARGUMENT,
+                "row 3 of one buffer");
+    CHECK_ERROR(m.be->copy_rows(&err, m.dev, dst, 0, dst, rows, 2, DIM), err, QKV_ERR_ARGUMENT,
+                "row 0 of one buffer");
     CHECK_ERROR(m.be->copy_rows(&err, m.dev, dst, 0, m.logits, rows, 1, 0), err, QKV_ERR_ARGUMENT,
                 "rows of 0");
     struct qkv_divergence_pair pair = {0, 4};
