@@ -404,4 +404,6 @@ def test_a_lane_may_have_its_own_scales() -> None:
     with pytest.raises(ValueError, match="own.json.*no such file"):
         options.lanes(kv, N_LAYERS, compute_dtype="bf16", declared="")
     with pytest.raises(ValueError, match="a side file, or 1.0"):
-        options.lanes([{**kv[1], "scales": 2}], N_LAYERS, compute_dtype="bf16", declared="")
+        options.lanes(
+            [{"default": "fp8_e4m3", "scales": 2}], N_LAYERS, compute_dtype="bf16", declared=""
+        )
