@@ -320,6 +320,17 @@ def test_table_points_at_a_layer_with_wrong_scales(
             assert first.kl == pytest.approx(result["fp8_e4m3"].full, rel=0.5)
 
 
+def test_table_points_at_a_faulty_layer(tiny: Callable[..., Path]) -> None:
+    """One layer's V is zero where K or V has 8 bits: in the control lane it is not."""
+    model = tiny("llama", num_hidden_layers=3)
+    for layer in range(3):
+        own = planned(model, device=f"fault:layer={layer},kind=v_zero")
+        result = examine(own, {**SHORT, "parts": ("kv",)})[0]["fp8_e4m3"]
+        first, second, _ = sorted(result.layers, key=lambda entry: entry.kl, reverse=True)
+        assert first.layer == layer and first.kl > 2 * second.kl
+        assert result.control is not None and first.kl > 20 * result.control
+
+
 def test_mix_runs_as_it_is_and_has_its_kl(tiny: Callable[..., Path], tmp_path: Path) -> None:
     model, path = tiny("llama", num_hidden_layers=4), tmp_path / "rows.jsonl"
     found, said = examine(planned(model, ["bf16", "nvfp4"]), path=path)
@@ -400,3 +411,38 @@ def test_nothing_to_examine(tiny: Callable[..., Path]) -> None:
         examine(planned(model), {"length": 2048})
     with pytest.raises(ValueError, match="length=64: .* takes at most 32 tokens"):
         examine(planned(model, max_model_len=32))
+
+
+# ---- a real model -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_demo_model_points_at_what_is_damaged(demo_model: Path, tmp_path: Path) -> None:
+    """K's scale of layer 12 a sixteenth of what it should be, K's and V's of layer 1 swapped: there
+    K is six times as large as V. And the mix keeps these two and some of the others."""
+    k, v = 20 / 448, 15 / 448
+    file = scales(
+        tmp_path / "s.json", 30, k, v, layer12={"k": k / 16}, layer1={"k": 2.7 / 448, "v": k}
+    )
+    result, _ = examine(
+        planned(demo_model, quantization_param_path=file), {"windows": 1, "length": 48}
+    )
+    own = result["fp8_e4m3"]
+    first, second, third, *_ = sorted(own.layers, key=lambda entry: entry.kl, reverse=True)
+    assert [(first.layer, first.part), (second.layer, second.part)] == [(12, "k"), (1, "k")]
+    assert second.kl > 10 * third.kl and own.control is not None and second.kl > 10 * own.control
+    assert own.mix is not None and own.mix.met and own.mix.kl < own.full / 10
+    kept = options.lanes(own.mix.kv_cache_dtype, 30, compute_dtype="bf16", declared="")[0].layers
+    assert kept[12][0] == kept[1][0] == "bf16" and ("fp8_e4m3", "fp8_e4m3") in kept
+
+
+@pytest.mark.slow
+def test_demo_model_points_at_a_rotated_head(demo_model: Path, tmp_path: Path) -> None:
+    """The keys of one head of three stand one position too far. Not every head is hurt by that."""
+    file = scales(tmp_path / "s.json", 30, 20 / 448, 15 / 448)
+    own = planned(
+        demo_model, quantization_param_path=file, device="fault:layer=16,kind=k_rotate,head=0"
+    )
+    result, _ = examine(own, {"windows": 1, "length": 48, "parts": "kv"}, kl_bound=1e9)
+    first, second, *_ = sorted(result["fp8_e4m3"].layers, key=lambda entry: entry.kl, reverse=True)
+    assert first.layer == 16 and first.kl > 3 * second.kl

@@ -126,7 +126,7 @@ class Sweep:
 
     def computed(self, lanes: Sequence[options.Lane]) -> int:
         """Of these: the first lane's, and of the others those from the first layer on that is not
-        the first lane's. (As Engine.score_lanes does, where all fit into one engine.)"""
+        the first lane's. (As score_lanes does, where all fit into one engine.)"""
         return self.n_rows * (self.n_layers + sum(map(self._above_fork, lanes[1:])))
 
     def _above_fork(self, lane: options.Lane) -> int:
