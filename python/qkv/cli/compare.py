@@ -110,9 +110,12 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _shown(args: argparse.Namespace, found: "Comparison") -> int:
-    show(args, found.to_dict, found)
+    try:
+        if args.html is not None:  # first: the reader of our output may go away
+            found.to_html(args.html)
+    finally:
+        show(args, found.to_dict, found)
     if args.html is not None:
-        found.to_html(args.html)
         print(f"\npage: {args.html}", file=sys.stderr if args.json else sys.stdout)
     kinds = {verdict.kind.lower().replace(" ", "-") for verdict in found.verdicts.values()}
     return _FOUND if kinds & set(args.fail_on) else 0
