@@ -373,6 +373,17 @@ def test_killed_at_any_record_it_ends_the_same(tiny: Callable[..., Path], tmp_pa
     assert keys[:2] == [None, "wikitext2-64-2"]
 
 
+def test_cost_is_what_the_engine_computes(tiny: Callable[..., Path]) -> None:
+    model = tiny("llama", num_hidden_layers=N_LAYERS)
+    asked = sweep(parts=("k", "v", "kv"), keys=("t-0",))
+    lanes = [asked.base, *asked.table()]
+    spelled = [options.spelled(own) for own in lanes]
+    with qkv.Engine(model, threads=1, kv_tokens=80, kv_cache_dtype=spelled) as engine:
+        scores = engine._core.score_lanes(np.arange(LENGTH, dtype=np.int32))
+    assert scores.computed == asked.computed(lanes)
+    assert scores.computed + scores.skipped == asked.asked_for(lanes)
+
+
 def test_lanes_in_several_engines(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,11 +3,12 @@ of a text, and writes what they predicted into the journal, window by window. Wh
 it says, is decided in layers.py.
 
 The cost. A lane that differs from the baseline from layer i on computes the layers from i on, the
-others are the baseline's (Engine.score_lanes): K and V of n layers alone are about n * n layers
-instead of 2 * n * n, and logits for each of the 2 * n + 3 lanes. The default, 4 windows of 512
-tokens, is for a model of 28 layers what scoring 60 thousand tokens in one lane would be. `parts`
-chooses: "kv" (both halves of a layer together) costs half of "k" and "v", and all three half as
-much again; without "k" and "v" the mix goes by whole layers."""
+others are the baseline's (score_lanes of the core): K and V of n layers alone are about n * n
+layers instead of 2 * n * n, and logits in 2 * n + 3 lanes. The default, 4 windows of 512 tokens, is
+for a model of 28 layers as much as 65 thousand tokens in one lane, and logits for 120 thousand;
+the mixes add some 10 lanes, 20 thousand tokens. `parts` chooses: "kv" (both halves of a layer
+together) costs half of "k" and "v", and all three half as much again; without "k" and "v" the mix
+goes by whole layers."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from .settings import ModelLanes, Plan, Say
 
 TASK = "wikitext2"
 #: Lanes of an engine, the baseline among them (QKV_LANES_MAX of csrc/engine/engine.h).
-_MOST_LANES = 16
+_MOST_LANES = 256
 #: Rows of a lane in one step, at least: fewer would leave the matrix products thin.
 _STEP_ROWS = 16
 #: Tokens that are scored to see how long it will take.
@@ -246,13 +247,8 @@ class _Measurement:
 
 def _predictions(engine: Engine, ids: Sequence[int]) -> list[dict[str, Any]]:
     """By lane: KL against the first lane and whether the best token is its, per token."""
-    tokens = np.asarray(ids, np.int32)
-    if not hasattr(engine._core, "score_lanes"):
-        (score,) = engine.score([tokens], progress=False)
-        own = list(score.lanes.values())
-        return [{"kl": one.kl, "top1": one.top1} for one in own]
     with engine._exclusive():
-        scores = engine._core.score_lanes(tokens)
+        scores = engine._core.score_lanes(np.asarray(ids, np.int32))
     return [{"kl": kl, "top1": top1} for kl, top1 in zip(scores.kl, scores.top1, strict=True)]
 
 
