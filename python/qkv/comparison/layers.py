@@ -28,7 +28,8 @@ from .settings import CONTROL_FORMAT
 
 Part = Literal["k", "v", "kv"]
 PARTS: tuple[Part, ...] = ("k", "v", "kv")
-#: The default bound of a mix, in units of the control lane's mean KL: where the KL alarm begins.
+#: The default bound of a mix, in units of the control lane's mean KL: where the KL alarm of a cache
+#: as fine as bf16 begins, well below that of any lower format.
 BOUND_FACTOR = 10.0
 #: The bootstrap's blocks hold 64 to 512 tokens of one window: as long as they can be with at least
 #: so many blocks, for an interval from few blocks is too narrow.
