@@ -399,7 +399,7 @@ def verdict(
     loss = _loss_in_words(interval, margin, confidence)
 
     if kl_alarm:
-        reason = "KL alarm: the outputs differ far more than the control lane's; "
+        reason = "KL alarm: the predictions moved further than rounding explains; "
         reason += loss if informative else _at_chance(floor, chance, margin)
         return Verdict("NOT SAFE", reason, interval)
     if not informative:

@@ -35,7 +35,8 @@ BOUND_FACTOR = 10.0
 #: so many blocks, for an interval from few blocks is too narrow.
 _BLOCKS = 32
 _BLOCK_TOKENS = (64, 512)
-#: Mixes that are measured together: a gap of n shrinks to n / (this + 1).
+#: Mixes that are measured together, at most: two about the guess, and the others spread over the
+#: gap, which shrinks to a fifth.
 _TRIALS = 6
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..stats import Interval, Verdict
+from ..stats import Interval, Verdict, VerdictKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Lane:
     """One choice of weights and KV format. The first lane is the baseline."""
 
     name: str  # "fp8_e4m3"; with several models "Qwen3-8B-FP8 / fp8_e4m3"
-    model: str  # as given
+    model: str  # its label: the end of its path, as much as tells it apart
     kv_cache_dtype: Any  # as Engine takes it
     kv_name: str
     control: bool = False  # bf16 rounded stochastically: what any change at all would cause
@@ -149,7 +149,7 @@ class LaneVerdict:
     """Over all tasks: SAFE needs SAFE on each."""
 
     lane: str
-    kind: str  # one of the four
+    kind: VerdictKind
     reason: str
     #: What differs from the baseline: ("KV cache",), ("weights",), or both: then the 2 x 2 is due.
     differs: tuple[str, ...]
@@ -201,7 +201,7 @@ class TwoByTwo:
     """Weights and KV format apart and together: the loss on one task, or mean KL."""
 
     task: str
-    models: tuple[str, str]
+    models: tuple[str, str]  # their labels
     kv: tuple[str, str]
     #: accuracy of [model][kv]
     accuracy: tuple[tuple[float, float], tuple[float, float]]
@@ -226,7 +226,7 @@ class Findings:
     """All of it."""
 
     settings: Mapping[str, Any]  # what was asked for
-    environment: Mapping[str, Any]  # version, instruction set, threads, model and scale digests
+    environment: Mapping[str, Any]  # digests of the build and the models, instruction set
     lanes: tuple[Lane, ...]
     margin: float
     tasks: Mapping[str, TaskResult]

@@ -119,21 +119,16 @@ class Plan:
 
 
 def environment(digests: Mapping[str, str]) -> dict[str, Any]:
-    """What else a result's bits depend on. models: digests of sizes and samples of the files."""
+    """What else a result's bits depend on. digests: of each model's files, by its label."""
     isa = os.environ.get("QKV_ISA") or next(name for name, usable in _core.isas() if usable)
-    origin = _core.__file__
-    return {
-        "build": _digest([Path(origin)]),
-        "isa": isa,
-        "models": dict(digests),
-    }
+    return {"build": _digest([Path(_core.__file__)]), "isa": isa, "models": dict(digests)}
 
 
 _SAMPLE, _STRIDE = 2**16, 2**24
 
 
 def _digest(files: Sequence[Path]) -> str:
-    """Of names, sizes and 64 KiB out of every 16 MiB: small files count whole."""
+    """Of names, sizes and 64 KiB out of every 16 MiB; files of up to 16 MiB count whole."""
     digest = hashlib.blake2b(digest_size=12)
     for path in files:
         size = path.stat().st_size

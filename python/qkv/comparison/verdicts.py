@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..stats import VerdictKind
 from .results import Kl, Lane, LaneResult, LaneVerdict, TaskResult
 
 _LEVEL = 0.05
@@ -23,7 +24,7 @@ def not_finite(kl: Kl) -> str:
 @dataclass(frozen=True)
 class _OnTask:
     task: str
-    kind: str
+    kind: VerdictKind
     reason: str
     upper: float  # of the loss; 1 where there is no answer
 
@@ -70,15 +71,15 @@ def _alarm(kl: Kl) -> str:
     if kl.not_finite or kl.interval is None:
         return not_finite(kl)
     return (
-        f"KL alarm: mean KL {kl.mean:.3g} nats, at least {kl.interval.lower:.3g}, is more than ten "
-        "times the control lane's"
+        f"KL alarm: mean KL {kl.mean:.3g} nats, at least {kl.interval.lower:.3g}, is more than the "
+        "rounding of the format explains"
     )
 
 
-def _together(found: Sequence[_OnTask]) -> tuple[str, str]:
+def _together(found: Sequence[_OnTask]) -> tuple[VerdictKind, str]:
     if not found:
         return "NOT ENOUGH DATA", "no task with answers was run: KL alone clears nothing"
-    kinds: dict[str, list[_OnTask]] = {}
+    kinds: dict[VerdictKind, list[_OnTask]] = {}
     for own in found:
         kinds.setdefault(own.kind, []).append(own)
     if "NOT SAFE" in kinds:
@@ -96,7 +97,9 @@ def _together(found: Sequence[_OnTask]) -> tuple[str, str]:
     return "NOT ENOUGH DATA", _named(open_, open_[0].kind, kinds)
 
 
-def _named(deciding: Sequence[_OnTask], kind: str, kinds: Mapping[str, Sequence[_OnTask]]) -> str:
+def _named(
+    deciding: Sequence[_OnTask], kind: VerdictKind, kinds: Mapping[VerdictKind, Sequence[_OnTask]]
+) -> str:
     """The first deciding task with its reason, and what the others say."""
     first, *more = deciding
     said = f"{first.task}: {first.reason}"
