@@ -767,3 +767,9 @@ def test_every_format_has_its_rounding_step() -> None:
     mixed = {"default": "bf16", "layers": {"3": {"v": "nvfp4"}}}
     assert analysis.rounding_step(lane(mixed, "bf16,mixed")) == 64
     assert analysis.rounding_step(lane({"k": "fp8_e4m3", "name": "mine"}, "mine")) == 16
+    # What a checkpoint declares has no other trace: its second lane, its lanes with exceptions.
+    assert analysis.rounding_step(lane("auto", "fp8_e4m3#2")) == 16
+    assert analysis.rounding_step(lane({"layers": {"0": "bf16"}}, "fp8_e4m3,mixed")) == 16
+    assert analysis.rounding_step(lane({"v": "bf16"}, "k=fp8_e5m2,v=bf16")) == 32
+    named = {"default": "fp8_e4m3", "name": "nvfp4", "scales": "nvfp4"}
+    assert analysis.rounding_step(lane(named, "nvfp4")) == 16

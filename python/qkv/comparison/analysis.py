@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -197,17 +198,23 @@ ROUNDING_STEPS = {
 
 
 def rounding_step(lane: Lane) -> int:
-    """The coarsest of the formats that the lane has in some layer."""
-    return max(ROUNDING_STEPS.get(name, 1) for name in (lane.kv_name, *_names(lane.kv_cache_dtype)))
+    """The coarsest of the formats that the lane has in some layer. What "auto" stood for is in its
+    name alone ("fp8_e4m3#2", "k=fp8_e4m3,v=nvfp4", "fp8_e4m3,mixed"), unless the user named it."""
+    given = lane.kv_cache_dtype
+    names = [*_names(given)]
+    if not (isinstance(given, Mapping) and "name" in given):
+        names += re.findall(r"\w+", lane.kv_name)
+    return max((ROUNDING_STEPS.get(name, 1) for name in names), default=1)
 
 
 def _names(given: Any) -> Iterator[str]:
-    """Every text in a kv_cache_dtype: names of formats, and what is none."""
+    """The names of formats in a kv_cache_dtype, "auto" among them."""
     if isinstance(given, str):
         yield given
     elif isinstance(given, Mapping):
-        for entry in given.values():
-            yield from _names(entry)
+        for key, entry in given.items():
+            if key not in ("name", "scales"):
+                yield from _names(entry)
 
 
 def _control_mean(study: _Study, lane: Lane, found: Mapping[str, Kl]) -> float | None:
