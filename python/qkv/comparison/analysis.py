@@ -30,6 +30,7 @@ from .results import (
     Sensitivity,
     TaskResult,
     TwoByTwo,
+    control_lane,
 )
 
 #: Outputs of fewer tokens on average say little about long ones.
@@ -62,9 +63,7 @@ class _Study:
         return next(lane for lane in self.lanes if lane.model == model)
 
     def control(self, model: str) -> Lane | None:
-        """The control lane over these weights; without one, that of the first model."""
-        found = [lane for lane in self.lanes if lane.control]
-        return next((lane for lane in found if lane.model == model), found[0] if found else None)
+        return control_lane(self.lanes, model)
 
 
 def findings(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .blocks import (
     NONE,
@@ -25,7 +25,17 @@ from .blocks import (
     times,
     with_interval,
 )
-from .results import Findings, Kl, Lane, LaneResult, Mix, Sensitivity, TaskResult, TwoByTwo
+from .results import (
+    Findings,
+    Kl,
+    Lane,
+    LaneResult,
+    Mix,
+    Sensitivity,
+    TaskResult,
+    TwoByTwo,
+    control_lane,
+)
 
 #: Characters of the longest bar in a table.
 BAR = 20
@@ -41,16 +51,9 @@ def in_order(findings: Findings, task: TaskResult) -> Iterator[tuple[Lane, LaneR
             yield lane, task.lanes[lane.name]
 
 
-def control_of(findings: Findings, lane: Lane) -> Lane | None:
-    """The control lane that runs over the same weights, else any."""
-    found = [other for other in findings.lanes if other.control]
-    same = [other for other in found if other.model == lane.model]
-    return next(iter(same or found), None)
-
-
 def times_control(findings: Findings, task: TaskResult, lane: Lane) -> float | None:
     """A lane's mean KL over the control lane's; None where there is nothing to divide by."""
-    control = control_of(findings, lane)
+    control = control_lane(findings.lanes, lane.model)
     result = None if control is None else task.lanes.get(control.name)
     own = task.lanes[lane.name].kl
     if result is None or result.kl is None or own is None or result.kl.mean <= 0 or lane.control:
@@ -63,13 +66,11 @@ def times_control(findings: Findings, task: TaskResult, lane: Lane) -> float | N
 
 def verdict_rows(findings: Findings, show: Show) -> list[tuple[str, str, str]]:
     """Lane, verdict, reason in words."""
-    rows = []
+    rows: list[tuple[str, str, str]] = []
     for lane in findings.lanes:
         verdict = findings.verdicts.get(lane.name)
-        if verdict is None:
-            continue
-        reason = clean(verdict.reason)
-        rows.append((show(lane.name), clean(verdict.kind).upper(), reason))
+        if verdict is not None:
+            rows.append((show(lane.name), verdict.kind, clean(verdict.reason)))
     return rows
 
 
@@ -126,11 +127,10 @@ def _answers_table(findings: Findings, task: TaskResult, show: Show) -> Table | 
         a = result.answers
         if a is None:
             continue
-        accuracy = percent(a.correct / a.n) if a.n else NONE
         rows.append((
             show(lane.name),
             f"{a.correct:,}/{a.n:,}",
-            with_interval(accuracy, a.interval, percent),
+            with_interval(percent(a.accuracy), a.interval, percent),
             f"{a.truncated:,}",
             f"{a.unanswered:,}",
             f"{a.errors:,}",
@@ -192,9 +192,7 @@ def _strata_table(findings: Findings, task: TaskResult, show: Show) -> Table | N
     def worst(stratum: str) -> float:
         base = first[stratum]
         losses = [
-            base.correct / base.n - strata[stratum].correct / strata[stratum].n
-            for _, strata in lanes
-            if base.n and stratum in strata and strata[stratum].n
+            base.accuracy - strata[stratum].accuracy for _, strata in lanes if stratum in strata
         ]
         return max(losses, default=0.0)
 
@@ -279,11 +277,16 @@ def _perplexity_line(findings: Findings, show: Show) -> list[str]:
     return lines
 
 
+def spans_of(kls: Sequence[Kl]) -> list[tuple[int, int]]:
+    """The positions of all buckets: low, high."""
+    return sorted({(bucket.low, bucket.high) for kl in kls for bucket in kl.buckets})
+
+
 def _bucket_table(findings: Findings, task: TaskResult, show: Show) -> Table | None:
     kls: list[tuple[Lane, Kl]] = [
         (lane, result.kl) for lane, result in in_order(findings, task) if result.kl is not None
     ]
-    spans = sorted({(b.low, b.high) for _, kl in kls for b in kl.buckets})
+    spans = spans_of([kl for _, kl in kls])
     if not spans:
         return None
     rows = []
@@ -359,11 +362,10 @@ def divergence_section(findings: Findings, show: Show) -> Section | None:
             d = result.divergence
             if d is None:
                 continue
-            share = f" ({percent(d.identical / d.n, 1)} %)" if d.n else ""
             rows.append((
                 show(name),
                 show(lane.name),
-                f"{d.identical:,}/{d.n:,}{share}",
+                f"{d.identical:,}/{d.n:,} ({percent(d.identical / d.n, 1)} %)",
                 NONE if d.median_first is None else f"{d.median_first:g}",
                 percent(d.hazard, 3),
                 NONE if d.excess is None else points(d.excess, 3),

@@ -18,7 +18,7 @@ from typing import Any
 from .. import options
 from ..stats import Interval
 from .blocks import clean, number, shortened
-from .content import in_order
+from .content import in_order, spans_of
 from .results import Findings, Kl, Lane, Sensitivity, TaskResult
 
 #: Colours while matplotlib draws, each of which stands for one of the page's.
@@ -230,10 +230,6 @@ def _losses(findings: Findings, looks: Mapping[str, _Look]) -> str:
 # ---- (b) KL by position ----------------------------------------------------------------------
 
 
-def _spans(kls: Sequence[Kl]) -> list[tuple[int, int]]:
-    return sorted({(bucket.low, bucket.high) for kl in kls for bucket in kl.buckets})
-
-
 def _positions(findings: Findings, looks: Mapping[str, _Look]) -> str:
     panels = []
     for task in findings.tasks.values():
@@ -264,7 +260,7 @@ def _position_panel(
     looks: Mapping[str, _Look],
     handles: dict[str, Any],
 ) -> None:
-    spans = _spans([kl for _, kl in kls])
+    spans = spans_of([kl for _, kl in kls])
     place = {span: i for i, span in enumerate(spans)}
     _log_limits(axes, values)
     for i, (lane, kl) in enumerate(kls):

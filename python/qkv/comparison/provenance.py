@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .. import tasks
+from .. import stats, tasks
+from .analysis import ROUNDING_STEPS
 from .blocks import Block, Code, Section, Show, Table, as_code, clean
 from .content import run_lines
 from .results import Findings
@@ -61,10 +62,11 @@ _READ = (
     ),
     (
         "KL alarm",
-        "The lower end of a lane's mean KL exceeds what rounding to its format explains: 85 times "
-        "the control lane's for e4m3, 341 for e5m2, 1365 for 4 bits, and 10 for what is as fine "
-        "as bf16; or some prediction is not a number. Sound caches lie at a third of it. Beyond it "
-        "something is wrong or does not fit the model (a scale, say), whatever the accuracy says.",
+        "The lower end of a lane's mean KL exceeds what rounding to its format explains: "
+        "{e4m3:.0f} times the control lane's for e4m3, {e5m2:.0f} for e5m2, {fp4:.0f} for 4 bits, "
+        "and {bf16:.0f} for what is as fine as bf16; or some prediction is not a number. Sound "
+        "caches were measured at about a third of it. Beyond it something is wrong or does not "
+        "fit the model (a scale, say), whatever the accuracy says.",
     ),
     (
         "Rerun check",
@@ -81,8 +83,13 @@ _READ = (
 
 def how_to_read(findings: Findings) -> list[tuple[str, str]]:
     """Terms and what they mean."""
-    unit = "point" if findings.margin == 0.01 else "points"
-    return [(term, said.format(margin=100 * findings.margin, unit=unit)) for term, said in _READ]
+    figures: dict[str, Any] = {
+        "margin": 100 * findings.margin,
+        "unit": "point" if findings.margin == 0.01 else "points",
+    }
+    kinds = {"bf16": "bf16", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2", "fp4": "nvfp4"}
+    figures |= {kind: stats.kl_allowance(ROUNDING_STEPS[name]) for kind, name in kinds.items()}
+    return [(term, said.format(**figures)) for term, said in _READ]
 
 
 # ---- what was run ----------------------------------------------------------------------------
@@ -165,7 +172,7 @@ def repeat(findings: Findings) -> str:
         arguments.append("chat=True")
     if "rerun_items" in settings:
         arguments.append(f"rerun_items={as_code(settings['rerun_items'])}")
-    if findings.sensitivity and "by_layer" not in settings:
+    if findings.sensitivity:
         arguments.append("by_layer=True")
     arguments += [
         f"{name}={as_code(value)}"

@@ -4,7 +4,7 @@ nats; intervals are 95 %, two-sided."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,6 +30,12 @@ class Lane:
     #: Relative to the first lane: tokens per second; 0 if not measured.
     decode_speed: float = 0.0
     prefill_speed: float = 0.0
+
+
+def control_lane(lanes: Sequence[Lane], model: str) -> Lane | None:
+    """The control lane over this model's weights; without one, that of the first model."""
+    found = [lane for lane in lanes if lane.control]
+    return next((lane for lane in found if lane.model == model), found[0] if found else None)
 
 
 @dataclass(frozen=True, kw_only=True)
