@@ -11,8 +11,14 @@ import qkv  # what brings scipy is taken from it when the verb runs
 
 from .. import tasks
 from ..engine import Engine
-from .arguments import FORMATTER, MODEL_HELP, Problem, engine_arguments, engine_options
-from .arguments import kv_cache_dtype as parsed_dtypes
+from .arguments import (
+    FORMATTER,
+    MODEL_HELP,
+    Problem,
+    engine_arguments,
+    engine_options,
+    kv_cache_dtype,
+)
 from .rows import json_option, show
 
 if TYPE_CHECKING:
@@ -99,7 +105,8 @@ def _compare(args: argparse.Namespace) -> int:
     if args.report is not None:
         return _shown(args, qkv.Comparison.load(args.report))
     try:
-        found = qkv.compare(args.models, _dtypes(args), _tasks(args), **_arguments(args))
+        dtypes = kv_cache_dtype(args.kv_cache_dtype)
+        found = qkv.compare(args.models, dtypes, _tasks(args), **_arguments(args))
     except KeyboardInterrupt:
         kept = "nothing is kept; with --resume FILE the rows are"
         if args.resume is not None:
@@ -119,11 +126,6 @@ def _shown(args: argparse.Namespace, found: "Comparison") -> int:
         print(f"\npage: {args.html}", file=sys.stderr if args.json else sys.stdout)
     kinds = {verdict.kind.lower().replace(" ", "-") for verdict in found.verdicts.values()}
     return _FOUND if kinds & set(args.fail_on) else 0
-
-
-def _dtypes(args: argparse.Namespace) -> list[Any]:
-    given = parsed_dtypes(args.kv_cache_dtype)
-    return given if isinstance(given, list) else [given]
 
 
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:

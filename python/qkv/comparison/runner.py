@@ -92,16 +92,16 @@ class Runner:
                 "scales_digest": hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest(),
                 "pool_tokens": _pool_tokens(held["weights"], lane.bytes_per_token),
             }
-        fields = {"weights_bytes": held["weights"], "lanes": lanes}
-        for old in self._find("model"):
-            for name, found in lanes.items():
-                if old["lanes"][name]["scales_digest"] != found["scales_digest"]:
-                    raise Error(
-                        f"{self.journal.path}: lane {name} was begun with other KV scales; rows "
-                        "of two comparisons are not mixed; use another file"
-                    )
+        old = next(self._find("model"), None)
+        if old is None:
+            self._add("model", weights_bytes=held["weights"], lanes=lanes)
             return
-        self._add("model", **fields)
+        for name, found in lanes.items():
+            if old["lanes"][name]["scales_digest"] != found["scales_digest"]:
+                raise Error(
+                    f"{self.journal.path}: lane {name} was begun with other KV scales; rows of "
+                    "two comparisons are not mixed; use another file"
+                )
 
     # The run.
 
@@ -323,7 +323,6 @@ class Runner:
         self._add(
             "rerun",
             items=items,
-            lanes=len(self.names),
             identical=not difference,
             first_difference=difference,
         )

@@ -18,6 +18,8 @@ from ..tasks import task as named_task
 from ..tasks.needle import LENGTHS, MAX_TOKENS, needle
 from .results import Lane
 
+Say = Callable[[str], None]  # to the user, a line
+
 #: The format whose rounding is drawn at random: the control lane's.
 CONTROL_FORMAT = "bf16_stochastic"
 CONTROL = "control"
@@ -249,8 +251,8 @@ def _model_lanes(
                 bytes_per_token=options.token_bytes(config, [lane]),
             )
         )
-    extra = [Path(folder) / name for name in ("config.json",)] if folder else []
-    digest = _digest([*files, *(file for file in extra if file.is_file())])
+    config_file = Path(folder) / "config.json"
+    digest = _digest([*files, config_file] if folder and config_file.is_file() else files)
     return ModelLanes(model, path, label, tuple(kv), tuple(lanes), tuple(found), config, digest)
 
 
@@ -297,6 +299,3 @@ def _needle(entries: Sequence[ModelLanes], engine_options: Mapping[str, Any]) ->
         raise ValueError(f"tasks: needle: its shortest text does not fit into {min(bounds)} tokens")
     encode = load_tokenizer(entries[0].path).encode
     return needle(lengths=lengths, encode=encode)
-
-
-Say = Callable[[str], None]
