@@ -12,8 +12,8 @@ line is cut off when the file is opened again. Records, by "kind":
              answer: answer (str | None), correct, answered, truncated, n_tokens,
              text and token_ids (generate), choices (choice: log-likelihoods), or error
            generate: prompt_token_ids, and scores, what the hook on_finish gave, if anything
-  forced   model, task, key, start (position of the first scored token), lanes {name: scores}
-             scores: logprobs [n]; kl, kl_reverse, top1 [n] except for the model's first lane
+  forced   model, task, key, start (position of the first scored token), lanes {name: predictions}
+             predictions: logprobs [n]; kl, kl_reverse, top1 [n] except for the model's first lane
            lanes is empty where there was nothing to score, or with the reason as error
   speed    model, lanes {name: {"decode": tokens/s, "prefill": tokens/s}}
   clips    model, lanes {name: {"clipped": share, "flushed": share}}

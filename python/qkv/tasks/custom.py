@@ -340,7 +340,7 @@ def _judge(grade: GradeFunction | None) -> Callable[[Question, str], Grade]:
 
     def judge(question: Question, text: str) -> Grade:
         try:
-            return _verdict(grade(text, question.row), text)
+            return _graded(grade(text, question.row), text)
         except Exception as error:  # the user's code: it marks its row and nothing else
             return {
                 "correct": False,
@@ -352,7 +352,7 @@ def _judge(grade: GradeFunction | None) -> Callable[[Question, str], Grade]:
     return judge
 
 
-def _verdict(given: Any, text: str) -> Grade:
+def _graded(given: Any, text: str) -> Grade:
     """What a grading function says. Where it reads no answer out, the text is the answer."""
     given = json_ready(given)
     if isinstance(given, bool):

@@ -31,14 +31,14 @@ class Encode(Protocol):
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
-class _Verdict(TypedDict):
+class _Judged(TypedDict):
     correct: bool
     answer: str | None  # as it was read out of the text; None where there is none
     answered: bool
 
 
-class Grade(_Verdict, total=False):
-    """The verdict on one answer."""
+class Grade(_Judged, total=False):
+    """How one answer was judged."""
 
     grade_error: str  # of a user's grading function; the row then counts as not answered
 
