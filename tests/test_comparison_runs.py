@@ -335,7 +335,7 @@ def test_hooks(llama: Path, tmp_path: Path) -> None:
     del rows["sums-3"]
     for row in rows.values():
         assert row["scores"]["length"] == len(row["lanes"]["bf16"]["text"])
-        assert row["scores"]["lanes"] == ["bf16", "fp8_e4m3", "bf16_stochastic"]
+        assert row["scores"]["lanes"] == ["bf16", "fp8_e4m3", "control"]
     assert qkv.Comparison.load(path).rows("sums") == found.rows("sums")
     assert figures(found) == figures(run(llama))  # a hook changes no figure
 

@@ -233,20 +233,19 @@ def _model_lanes(
         declared = "" if checkpoint.container == "gguf" else kv_scales.declared(folder)[0]
     finally:
         checkpoint.close()
-    kv = [*dtypes, CONTROL_FORMAT] if control else [*dtypes]
+    kv = [*dtypes, {"default": CONTROL_FORMAT, "name": CONTROL}] if control else [*dtypes]
     found = options.lanes(
         kv, int(config["n_layers"]), compute_dtype=compute_dtype, declared=declared
     )
     lanes = []
     for place, (lane, given) in enumerate(zip(found, kv, strict=True)):
         is_control = control and place == len(kv) - 1
-        name = CONTROL if is_control else lane.name
         lanes.append(
             Lane(
-                name=f"{label} / {name}" if several else name,
+                name=f"{label} / {lane.name}" if several else lane.name,
                 model=label,
-                kv_cache_dtype=given,
-                kv_name=lane.name,
+                kv_cache_dtype=CONTROL_FORMAT if is_control else given,
+                kv_name=CONTROL_FORMAT if is_control else lane.name,
                 control=is_control,
                 bytes_per_token=options.token_bytes(config, [lane]),
             )
