@@ -178,7 +178,7 @@ def test_stops_and_bounds() -> None:
     assert task_of("mmlu").item(0, chat=True).choices == ("A", "B", "C", "D")
     assert (task_of("mmlu").chance, task_of("gsm8k").chance) == (0.25, 0.0)
     assert tasks.task("gsm8k", max_tokens=9).item(0).max_tokens == 9
-    with pytest.raises(ValueError, match="max_tokens 0: must be at least 1"):
+    with pytest.raises(ValueError, match="max_tokens=0: must be within 1 and"):
         tasks.task("gsm8k", max_tokens=0)
     with pytest.raises(ValueError, match="mmlu generates nothing"):
         tasks.task("mmlu", max_tokens=9)
@@ -197,7 +197,7 @@ def test_limit() -> None:
     assert subjects == sorted(subjects) and all(subjects.count(name) == 2 for name in subjects)
     assert [item.key for item in chosen[:3]] == ["mmlu-0", "mmlu-1", "mmlu-100"]
     assert len({item.stratum for item in task_of("mgsm").items(11)}) == 11
-    with pytest.raises(ValueError, match="limit 0: must be at least 1"):
+    with pytest.raises(ValueError, match="limit=0: must be within 1 and"):
         task_of("mmlu").places(0)
 
 

@@ -73,7 +73,7 @@ def test_windows_that_cannot_be() -> None:
         wikitext().windows(encode, length=1)
     with pytest.raises(ValueError, match="length 2000000: wikitext2 has 12[0-9]* tokens"):
         wikitext().windows(encode, length=2_000_000)
-    with pytest.raises(ValueError, match="limit 0: must be at least 1"):
+    with pytest.raises(ValueError, match="limit=0: must be within 1 and"):
         wikitext().windows(encode, limit=0)
     with pytest.raises(ValueError, match="gsm8k: has items, not windows"):
         tasks.task("gsm8k").windows(encode)
@@ -174,8 +174,8 @@ def test_needle_that_cannot_be() -> None:
         ({"lengths": (1024, 1024)}, "lengths .*different numbers"),
         ({"lengths": ()}, "lengths .*different numbers"),
         ({"depths": (101,)}, "depths .*0 to 100"),
-        ({"repeats": 0}, "repeats 0: must be at least 1"),
-        ({"max_tokens": 0}, "max_tokens 0: must be at least 1"),
+        ({"repeats": 0}, "repeats=0: must be within 1 and"),
+        ({"max_tokens": 0}, "max_tokens=0: must be within 1 and"),
     ]
     for options, message in bad:
         with pytest.raises(ValueError, match=message):
@@ -386,7 +386,7 @@ def test_keys() -> None:
 def test_bad_arguments() -> None:
     for options, message in (
         ({"kind": "text"}, "kind 'text'"),
-        ({"max_tokens": 0}, "max_tokens 0"),
+        ({"max_tokens": 0}, "max_tokens=0"),
         ({"chance": 1.0}, "chance 1.0"),
         ({"kind": "choice", "grade": print}, "grade: choices are judged"),
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from ..params import integer
 from . import gsm8k, mgsm, mmlu, mmlu_pro, wikitext2
 from .custom import custom
 from .items import Encode, Extraction, Grade, Item, Kind, Prompt, Question, Task, Window
@@ -72,9 +73,7 @@ def task(
         return made
     if made.kind != "generate":
         raise ValueError(f"max_tokens {max_tokens}: {name} generates nothing")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens {max_tokens}: must be at least 1")
-    return replace(made, max_tokens=max_tokens)
+    return replace(made, max_tokens=integer("max_tokens", max_tokens, 1))
 
 
 def load(name: str) -> list[Question]:

@@ -11,6 +11,7 @@ from typing import Any, overload
 
 from ..chat_template import check_messages
 from ..outputs import json_ready
+from ..params import integer
 from ..run import described
 from .extraction import as_number, last_number, same_number
 from .items import DEFAULT_MAX_TOKENS, Given, Grade, Kind, Prompt, Question, Task
@@ -112,8 +113,7 @@ def _check(
     for text in stops:
         if not isinstance(text, str) or not text:
             raise TypeError(f"stop {text!r:.100}: a text that is not empty is needed")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens {max_tokens}: must be at least 1")
+    integer("max_tokens", max_tokens, 1)
     if chance is not None and not 0 <= chance < 1:
         raise ValueError(f"chance {chance}: must be at least 0 and below 1")
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
 
+from ..params import integer
+
 DATA = Path(__file__).parent / "data"
 
 Kind = Literal["generate", "choice", "text"]
@@ -183,8 +185,7 @@ class Task:
         stratum and so on, in the order of the data set. Without strata the first ones."""
         if limit is None:
             return range(len(self.questions))
-        if limit < 1:
-            raise ValueError(f"limit {limit}: must be at least 1")
+        integer("limit", limit, 1)
         seen: dict[str | None, int] = {}
         turns = []
         for place, question in enumerate(self.questions):
@@ -216,8 +217,8 @@ class Task:
         """
         if self.kind != "text":
             raise ValueError(f"{self.name}: has items, not windows of a text")
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit {limit}: must be at least 1")
+        if limit is not None:
+            integer("limit", limit, 1)
         first = leading_tokens(encode)
         new = length - len(first)
         if length < 2 or new < 1:

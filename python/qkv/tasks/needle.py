@@ -11,6 +11,7 @@ from functools import cache
 from itertools import accumulate, chain, cycle, islice
 from random import Random
 
+from ..params import integer
 from .extraction import last_number
 from .items import Encode, Form, Question, Task, read_text
 
@@ -48,8 +49,7 @@ def needle(
         task = qkv.tasks.needle(lengths=(2048, 16384), encode=engine.tokenizer.encode)
     """
     questions = _questions(lengths, depths, repeats, seed)
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens {max_tokens}: must be at least 1")
+    integer("max_tokens", max_tokens, 1)
 
     def total(prompt: str) -> int:
         return len(prompt.split()) if encode is None else len(encode(prompt))
@@ -97,8 +97,7 @@ def _questions(
         wrong = [value for value in given if not low <= value <= high]
         if wrong or not given or len(set(given)) != len(given):
             raise ValueError(f"{name} {list(given)}: different numbers of {low} to {high}")
-    if repeats < 1:
-        raise ValueError(f"repeats {repeats}: must be at least 1")
+    integer("repeats", repeats, 1)
     made = []
     for length in lengths:
         for depth in depths:
