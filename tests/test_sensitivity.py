@@ -85,11 +85,11 @@ def found(asked: layers.Sweep, cost: Cost) -> tuple[Sensitivity, Mix]:
 
 def test_mix_keeps_what_costs_most_and_no_more() -> None:
     alone = {(0, "k"): 0.5, (3, "v"): 0.2, (4, "k"): 0.009, (1, "k"): 0.004, (5, "v"): 0.003}
-    result, mix = found(sweep(), additive(alone))
+    result, mix = found(sweep(kl_bound=0.01), additive(alone))
     assert {(e.layer, e.part): e.kl for e in result.layers if e.kl > 0} == pytest.approx(alone)
     assert len(result.layers) == 2 * N_LAYERS and result.control == pytest.approx(0.001)
     assert result.full == pytest.approx(sum(alone.values()))
-    # Of ten times the control lane's 0.001, what is left of layers 1 and 5 takes 0.007.
+    # What is left of layers 1 and 5 takes 0.007.
     assert mix.bound == pytest.approx(0.01) and mix.met and mix.kl == pytest.approx(0.007)
     assert mix.kv_cache_dtype == {
         "default": "fp8_e4m3",
@@ -333,11 +333,14 @@ def test_table_points_at_a_faulty_layer(tiny: Callable[..., Path]) -> None:
 
 def test_mix_runs_as_it_is_and_has_its_kl(tiny: Callable[..., Path], tmp_path: Path) -> None:
     model, path = tiny("llama", num_hidden_layers=4), tmp_path / "rows.jsonl"
-    found, said = examine(planned(model, ["bf16", "nvfp4"]), path=path)
+    by_default = examine(planned(model, ["bf16", "nvfp4"]))[0]["nvfp4"]
+    assert by_default.mix is not None  # its bound is half of the alarm's
+    assert by_default.mix.bound == pytest.approx(64**2 / 3 / 2 * (by_default.control or 0))
+    bound = by_default.full / 3
+    found, said = examine(planned(model, ["bf16", "nvfp4"]), kl_bound=bound, path=path)
     result = found["nvfp4"]
     mix = result.mix
     assert mix is not None and mix.met and 0 < mix.kl <= mix.bound < result.full
-    assert mix.bound == pytest.approx(10 * (result.control or 0))
     assert json.loads(json.dumps(mix.kv_cache_dtype)) == mix.kv_cache_dtype
     with qkv.Engine(model, threads=1, kv_cache_dtype=["bf16", mix.kv_cache_dtype]) as engine:
         windows = TEXT.windows(engine.tokenizer.encode, length=64, limit=2)

@@ -83,7 +83,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--by-layer", action="store_true",
         help="also each layer's K and V alone in the lower format; the cheapest mix")  # fmt: skip
     add("--kl-bound", type=float, metavar="NATS",
-        help="mean KL that the mix stays under (default: ten times the control's)")  # fmt: skip
+        help="mean KL that the mix stays under (default: half of the alarm's)")  # fmt: skip
     add("--rerun-items", type=int, metavar="N",
         help="items that run twice, in another order and batch; bits must be equal "
         "(default: 32)")  # fmt: skip

@@ -125,8 +125,8 @@ def compare(
         Error.
     speed: time each lane's prompts and decoding, too, some 4,000 tokens a lane.
     by_layer: also each layer's K and V alone in each lower format, on WikiText-2, and the cheapest
-        mix of formats by layer whose mean KL stays below kl_bound (default: ten times the control
-        lane's). True, or a mapping: "windows" (4) of "length" (512) tokens, "parts" (("k", "v"),
+        mix of formats by layer whose mean KL stays below kl_bound (default: half of what raises
+        the alarm). True, or a mapping: "windows" (4) of "length" (512) tokens, "parts" (("k", "v"),
         or "kv" for both at once). What it costs is said before it starts.
     resume: a file for the rows. What is in it is not computed again; other settings are an Error.
     on_finish(output): once per generated row, as in Engine.generate; stored with the row.

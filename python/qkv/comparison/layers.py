@@ -22,15 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import options, stats
+from .analysis import ROUNDING_STEPS
 from .journal import Record
 from .results import LayerSensitivity, Mix, Sensitivity
 from .settings import CONTROL_FORMAT
 
 Part = Literal["k", "v", "kv"]
 PARTS: tuple[Part, ...] = ("k", "v", "kv")
-#: The default bound of a mix, in units of the control lane's mean KL: where the KL alarm of a cache
-#: as fine as bf16 begins, well below that of any lower format.
-BOUND_FACTOR = 10.0
+#: The default bound of a mix, as a share of the KL that raises the alarm for its lower format
+#: (stats.kl_allowance): sound caches lie at a third of that.
+ALARM_SHARE = 0.5
 #: The bootstrap's blocks hold 64 to 512 tokens of one window: as long as they can be with at least
 #: so many blocks, for an interval from few blocks is too narrow.
 _BLOCKS = 32
@@ -57,7 +58,7 @@ class Sweep:
     task: str
     length: int  # of a window
     keys: tuple[str, ...]  # of the windows
-    kl_bound: float | None  # None: BOUND_FACTOR times the control lane's mean KL
+    kl_bound: float | None  # None: ALARM_SHARE of the KL that raises the alarm
     n_kv_heads: int
     head_dim: int
 
@@ -262,7 +263,10 @@ def _bound(sweep: Sweep, measured: Measured) -> float | None:
     if sweep.kl_bound is not None:
         return sweep.kl_bound
     control = measured.figures(sweep.control, sweep.keys)
-    return None if control is None else BOUND_FACTOR * control.mean
+    if control is None:
+        return None
+    step = max(ROUNDING_STEPS[name] for pair in sweep.low.layers for name in pair)
+    return ALARM_SHARE * stats.kl_allowance(step) * control.mean
 
 
 def _order(sweep: Sweep, alone: Mapping[Unit, float]) -> tuple[Unit, ...]:
