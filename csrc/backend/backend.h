@@ -7,7 +7,8 @@
  *   in call order; host arrays in arguments are read before the call returns, host outputs are
  *   valid after sync(). (The CPU backend does everything before it returns.)
  * - Activations between operations are fp32, row-major. `linear` rounds its input to bf16 once
- *   (compute bf16) or not at all (compute float32).
+ *   (compute bf16) or not at all (compute float32); with activations int8 it quantizes each row of
+ *   its input instead, where the weight is in integer codes.
  * - The result of a row depends on that row and its sequence alone: never on the other rows, on how
  *   many there are, on the number of threads, or on how a sequence was cut into calls. This is
  *   promise 1 of the design, and every implementation is tested for it.
@@ -35,6 +36,10 @@ struct qkv_kv;     /* a pool of KV pages over all layers */
 
 enum qkv_compute { QKV_COMPUTE_BF16, QKV_COMPUTE_F32 };
 
+/* What linear multiplies weights in integer codes with. INT8: each row of its input quantized by
+ * itself, symmetric, scale amax / 127 over the whole row. Other weights keep bf16. */
+enum qkv_activations { QKV_ACTIVATIONS_BF16, QKV_ACTIVATIONS_INT8 };
+
 /* Where a backend in host memory takes all device memory from (buffers, weights, ropes, KV pools).
  */
 struct qkv_allocator {
@@ -44,9 +49,10 @@ struct qkv_allocator {
 };
 
 struct qkv_device_options {
-    int32_t n_threads;        /* 0: as many as the process may use */
-    enum qkv_compute compute; /* F32: the reference arithmetic */
-    const char *isa;          /* NULL: QKV_ISA from the environment, else the best there is */
+    int32_t n_threads;                /* 0: as many as the process may use */
+    enum qkv_compute compute;         /* F32: the reference arithmetic */
+    enum qkv_activations activations; /* INT8: not with compute F32 */
+    const char *isa; /* NULL: QKV_ISA from the environment, else the best there is */
     const struct qkv_log *log;
     const struct qkv_allocator *allocator; /* NULL: qkv_block_alloc. Ignored by GPU backends */
     const char *fault; /* of the fault backend: what it damages; the others ignore it */
@@ -219,7 +225,8 @@ struct qkv_divergence_out {
 /* What a device may be asked before a plan is made, so that no step falls back silently. */
 struct qkv_support_query {
     enum qkv_format weight_format; /* QKV_FORMAT_COUNT: not asked */
-    enum qkv_kv_format k_format;   /* QKV_KV_FORMAT_COUNT: not asked */
+    bool int8; /* whether that weight is multiplied in int8 on this device, not just at all */
+    enum qkv_kv_format k_format; /* QKV_KV_FORMAT_COUNT: not asked */
     enum qkv_kv_format v_format;
     int32_t k_dim; /* of a head, with the KV formats */
     int32_t v_dim;

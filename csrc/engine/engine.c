@@ -23,6 +23,11 @@ void qkv_engine_info(const struct qkv_engine *engine, struct qkv_engine_info *ou
     memset(out, 0, sizeof *out);
     engine->backend->info(engine->device, &out->device);
     out->compute = engine->compute;
+    out->activations = engine->activations;
+    struct qkv_model_int8 int8;
+    qkv_model_int8(engine->model, &int8);
+    out->n_matrices = int8.n_matrices;
+    out->n_int8 = int8.n_int8;
     out->quantize_q = engine->quantize_q;
     out->config = qkv_model_get_config(engine->model);
     out->kv_tokens = engine->kv_tokens;

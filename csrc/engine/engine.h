@@ -34,6 +34,7 @@ struct qkv_engine_options {
     const struct qkv_backend *backend; /* NULL: by `device`. Tests bring one that fails on demand */
     const char *isa;                   /* NULL: the environment's or the best */
     enum qkv_compute compute;
+    enum qkv_activations activations;
     int32_t n_threads; /* 0: all that the process may use */
     int32_t n_lanes;
     int32_t n_layers;                     /* of kv_formats; must be the model's */
@@ -64,6 +65,9 @@ void qkv_engine_close(struct qkv_engine *engine);
 struct qkv_engine_info {
     struct qkv_device_info device;
     enum qkv_compute compute;
+    enum qkv_activations activations;
+    int32_t n_matrices; /* products with weights in the model */
+    int32_t n_int8;     /* of them with activations in int8 */
     bool quantize_q;
     const struct qkv_model_config *config; /* valid until close */
     int64_t kv_tokens;                     /* per lane, whole pages */

@@ -27,6 +27,7 @@ struct qkv_engine {
     struct qkv_scheduler *scheduler;
     struct qkv_log log;
     enum qkv_compute compute;
+    enum qkv_activations activations;
     int32_t n_lanes;
     int64_t kv_tokens;
     float *kv_scales;                    /* [n_lanes, n_layers, 2, n_kv_heads]: applied */

@@ -74,6 +74,7 @@ static enum qkv_status open_device(struct qkv_error *err, struct qkv_engine *eng
     struct qkv_device_options device = {
         .n_threads = options->n_threads,
         .compute = options->compute,
+        .activations = options->activations,
         .isa = options->isa,
         .log = &engine->log,
         .fault = fault,
@@ -138,6 +139,7 @@ static enum qkv_status load_model(struct qkv_error *err, struct qkv_engine *engi
         .max_rows = engine->max_rows,
         .max_logit_rows = engine->max_logit_rows,
         .quantize_q = options->quantize_q,
+        .int8 = options->activations == QKV_ACTIVATIONS_INT8,
         .log = &engine->log,
         .progress = options->progress,
         .progress_ctx = options->progress_ctx,
@@ -248,6 +250,7 @@ enum qkv_status qkv_engine_open(struct qkv_error *err, const struct qkv_engine_o
     engine = block;
     engine->log = options->log;
     engine->compute = options->compute;
+    engine->activations = options->activations;
     engine->quantize_q = options->quantize_q;
     engine->n_lanes = options->n_lanes;
     engine->max_running = options->max_running;

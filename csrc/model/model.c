@@ -280,6 +280,37 @@ static enum qkv_status survey(struct qkv_error *err, struct loader *loader)
     return QKV_OK;
 }
 
+/* Which matrices are multiplied in int8: known from their formats, before anything is loaded. */
+static enum qkv_status count_int8(struct qkv_error *err, struct loader *loader)
+{
+    struct qkv_model *model = loader->model;
+    const bool tied = qkv_bound_get(&loader->bound, -1, QKV_PART_HEAD) == NULL;
+    const size_t n_parts = ((size_t)model->config.n_layers + 1) * QKV_PART_COUNT;
+    for (size_t i = 0; i < n_parts; i++) {
+        const struct qkv_tensor *tensor = loader->bound.parts[i];
+        if (tensor == NULL || tensor->n_dims < 2 || (i == QKV_PART_EMBED && !tied)) {
+            continue;
+        }
+        const struct qkv_support_query query = {
+            .weight_format = tensor->format,
+            .int8 = true,
+            .k_format = QKV_KV_FORMAT_COUNT,
+            .v_format = QKV_KV_FORMAT_COUNT,
+        };
+        struct qkv_error why;
+        model->int8.n_matrices++;
+        if (model->backend->supports(&why, model->device, &query) == QKV_OK) {
+            model->int8.n_int8++;
+        }
+    }
+    if (loader->options->int8 && model->int8.n_int8 == 0) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "activations in int8: none of the %d matrices is in integer codes",
+                        model->int8.n_matrices);
+    }
+    return QKV_OK;
+}
+
 static enum qkv_status load_head(struct qkv_error *err, struct loader *loader)
 {
     struct qkv_model *model = loader->model;
@@ -302,6 +333,7 @@ static enum qkv_status load_all(struct qkv_error *err, struct loader *loader)
 {
     struct qkv_model *model = loader->model;
     QKV_TRY(survey(err, loader));
+    QKV_TRY(count_int8(err, loader));
     QKV_TRY(create_buffers(err, model));
     QKV_TRY(create_ropes(err, loader));
     QKV_TRY(load_matrix(err, loader, -1, QKV_PART_EMBED, &model->embed));
@@ -413,4 +445,9 @@ const struct qkv_model_config *qkv_model_get_config(const struct qkv_model *mode
 void qkv_model_memory(const struct qkv_model *model, struct qkv_model_memory *out)
 {
     *out = model->memory;
+}
+
+void qkv_model_int8(const struct qkv_model *model, struct qkv_model_int8 *out)
+{
+    *out = model->int8;
 }

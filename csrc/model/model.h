@@ -18,10 +18,18 @@ struct qkv_model_options {
     int32_t max_rows;          /* rows of a batch, at most */
     int32_t max_logit_rows;    /* rows per qkv_model_logits, at most */
     bool quantize_q;           /* struct qkv_attention.quantize_q, in every layer */
+    bool int8;                 /* the device quantizes activations: some matrix must take that */
     const struct qkv_log *log;
     /* Called after each tensor; returns false to stop loading (QKV_ERR_STATE "interrupted"). */
     bool (*progress)(void *ctx, uint64_t done_bytes, uint64_t total_bytes);
     void *progress_ctx;
+};
+
+/* How many of the matrices are multiplied with activations in int8 (the embedding is no product
+ * unless it is the head, too). */
+struct qkv_model_int8 {
+    int32_t n_matrices;
+    int32_t n_int8;
 };
 
 struct qkv_model_memory {
@@ -37,6 +45,7 @@ void qkv_model_destroy(struct qkv_model *model); /* NULL is fine */
 
 const struct qkv_model_config *qkv_model_get_config(const struct qkv_model *model);
 void qkv_model_memory(const struct qkv_model *model, struct qkv_model_memory *out);
+void qkv_model_int8(const struct qkv_model *model, struct qkv_model_int8 *out);
 
 /* Runs all layers for the batch; the hidden states of its rows stay in the model until the next
  * forward. 1 <= n_rows <= max_rows.

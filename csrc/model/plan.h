@@ -55,6 +55,7 @@ struct qkv_model {
     int32_t *row_list;       /* [max_rows]: 0, 1, 2, ... */
     uint64_t n_layer_rows;   /* qkv_model_layer_rows */
     struct qkv_model_memory memory;
+    struct qkv_model_int8 int8;
 };
 
 #endif

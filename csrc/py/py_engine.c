@@ -103,9 +103,12 @@ static PyObject *build_info(const struct qkv_engine_info *info)
         return NULL;
     }
     const char *compute = info->compute == QKV_COMPUTE_F32 ? "float32" : "bf16";
-    return Py_BuildValue("{s:s,s:s,s:i,s:s,s:s,s:N,s:L,s:i,s:i,s:i,s:i,s:i}", "device",
+    bool int8 = info->activations == QKV_ACTIVATIONS_INT8;
+    return Py_BuildValue("{s:s,s:s,s:i,s:s,s:s,s:i,s:i,s:s,s:N,s:L,s:i,s:i,s:i,s:i,s:i}", "device",
                          info->device.name, "isa", info->device.isa, "threads",
-                         info->device.n_threads, "compute_dtype", compute, "query_dtype",
+                         info->device.n_threads, "compute_dtype", compute, "activation_quant",
+                         int8 ? "int8" : "off", "matrices", info->n_matrices, "int8_matrices",
+                         int8 ? info->n_int8 : 0, "query_dtype",
                          info->quantize_q ? "fp8_e4m3" : "bf16", "config", config, "kv_tokens",
                          (long long)info->kv_tokens, "max_model_len", info->max_model_len,
                          "max_running", info->max_running, "chunk_tokens", info->chunk_tokens,
@@ -450,8 +453,9 @@ static PyMethodDef engine_methods[] = {
 
 static PyGetSetDef engine_getset[] = {
     {"info", engine_info, NULL,
-     "device, isa, threads, compute_dtype, query_dtype, config (as Checkpoint.model_config),\n"
-     "kv_tokens, max_model_len, max_running, chunk_tokens, n_lanes, max_logit_rows.",
+     "device, isa, threads, compute_dtype, activation_quant, matrices and of them int8_matrices\n"
+     "(multiplied in int8), query_dtype, config (as Checkpoint.model_config), kv_tokens,\n"
+     "max_model_len, max_running, chunk_tokens, n_lanes, max_logit_rows.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

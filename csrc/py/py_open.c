@@ -6,7 +6,8 @@
 #include "py/py_engine.h"
 
 const char qkv_py_engine_doc[] =
-    "Engine(path, *, kv_formats, kv_tokens, kv_scales=None, query_dtype='bf16', threads=0,\n"
+    "Engine(path, *, kv_formats, kv_tokens, kv_scales=None, query_dtype='bf16',\n"
+    "       activation_quant='off', threads=0,\n"
     "       compute_dtype='bf16', device='auto', isa=None, max_running=64, chunk_tokens=512,\n"
     "       max_model_len=0, prefix_cache=True, offline=True, progress=None, log=None)\n"
     "--\n\n"
@@ -15,7 +16,9 @@ const char qkv_py_engine_doc[] =
     "kv_tokens per lane, rounded down to pages of 16. kv_scales: float32 [n_layers, 2 (K, V),\n"
     "n_kv_heads] for every lane, or with a dimension for the lanes in front; formats without such\n"
     "a scale ignore theirs; None: 1. The checkpoint's are never taken from here. query_dtype\n"
-    "'fp8_e4m3' quantizes the queries in attention. threads 0: all that the process may use;\n"
+    "'fp8_e4m3' quantizes the queries in attention. activation_quant 'int8' quantizes rows of\n"
+    "activations for the products with weights in integer codes; UnsupportedError if there is\n"
+    "no such weight. threads 0: all that the process may use;\n"
     "max_model_len 0: the model's. A step holds at most chunk_tokens prompt rows and one row for\n"
     "each of max_running sequences. progress(done, total) in bytes stops the loading (Error) if\n"
     "it returns False; log(level 0..2, line). What they raise, the call raises.\n\n"
@@ -180,6 +183,16 @@ static int convert_compute(const char *name, enum qkv_compute *out)
     return 0;
 }
 
+static int convert_activations(const char *name, enum qkv_activations *out)
+{
+    *out = strcmp(name, "int8") == 0 ? QKV_ACTIVATIONS_INT8 : QKV_ACTIVATIONS_BF16;
+    if (*out == QKV_ACTIVATIONS_BF16 && strcmp(name, "off") != 0) {
+        PyErr_Format(PyExc_ValueError, "activation_quant: '%s', must be 'off' or 'int8'", name);
+        return -1;
+    }
+    return 0;
+}
+
 static int convert_query(const char *name, bool *quantize)
 {
     *quantize = strcmp(name, "fp8_e4m3") == 0;
@@ -237,6 +250,7 @@ struct open_args {
     PyObject *path; /* bytes, owned */
     PyObject *kv_formats, *kv_tokens, *kv_scales;
     const char *query_dtype;
+    const char *activation_quant;
     PyObject *threads;
     const char *compute_dtype;
     const char *device;
@@ -248,27 +262,16 @@ struct open_args {
 
 static int parse_open(PyObject *args, PyObject *kwargs, struct open_args *a)
 {
-    static char *names[] = {"path",
-                            "kv_formats",
-                            "kv_tokens",
-                            "kv_scales",
-                            "query_dtype",
-                            "threads",
-                            "compute_dtype",
-                            "device",
-                            "isa",
-                            "max_running",
-                            "chunk_tokens",
-                            "max_model_len",
-                            "prefix_cache",
-                            "offline",
-                            "progress",
-                            "log",
-                            NULL};
+    static char *names[] = {"path",          "kv_formats",    "kv_tokens",
+                            "kv_scales",     "query_dtype",   "activation_quant",
+                            "threads",       "compute_dtype", "device",
+                            "isa",           "max_running",   "chunk_tokens",
+                            "max_model_len", "prefix_cache",  "offline",
+                            "progress",      "log",           NULL};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&|$OOOsOsszOOOppOO:Engine", names, PyUnicode_FSConverter, &a->path,
-            &a->kv_formats, &a->kv_tokens, &a->kv_scales, &a->query_dtype, &a->threads,
-            &a->compute_dtype, &a->device, &a->isa, &a->max_running, &a->chunk_tokens,
+            args, kwargs, "O&|$OOOssOsszOOOppOO:Engine", names, PyUnicode_FSConverter, &a->path,
+            &a->kv_formats, &a->kv_tokens, &a->kv_scales, &a->query_dtype, &a->activation_quant,
+            &a->threads, &a->compute_dtype, &a->device, &a->isa, &a->max_running, &a->chunk_tokens,
             &a->max_model_len, &a->prefix_cache, &a->offline, &a->progress, &a->log)) {
         return -1;
     }
@@ -289,6 +292,7 @@ static int convert_open(const struct open_args *a, struct qkv_py_engine *self,
                         struct qkv_engine_options *o)
 {
     if (convert_compute(a->compute_dtype, &o->compute) < 0 ||
+        convert_activations(a->activation_quant, &o->activations) < 0 ||
         convert_query(a->query_dtype, &o->quantize_q) < 0 || convert_scales(a->kv_scales, o) < 0 ||
         qkv_py_int(a->kv_tokens, "kv_tokens", 0, INT64_MAX, &o->kv_tokens) < 0 ||
         optional_int32(a->threads, "threads", &o->n_threads) < 0 ||
@@ -339,6 +343,7 @@ PyObject *qkv_py_engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 {
     struct open_args a = {.compute_dtype = "bf16",
                           .query_dtype = "bf16",
+                          .activation_quant = "off",
                           .device = "auto",
                           .prefix_cache = 1,
                           .offline = 1};

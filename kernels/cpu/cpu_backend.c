@@ -130,6 +130,10 @@ static enum qkv_status device_open(struct qkv_error *err, const struct qkv_devic
     if (options->compute != QKV_COMPUTE_BF16 && options->compute != QKV_COMPUTE_F32) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "compute: %d is no arithmetic", options->compute);
     }
+    if (options->activations == QKV_ACTIVATIONS_INT8 && options->compute == QKV_COMPUTE_F32) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "activations in int8: not in the reference arithmetic (float32)");
+    }
     if (options->n_threads < 0) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "threads: %d, must not be negative",
                         options->n_threads);
@@ -139,6 +143,7 @@ static enum qkv_status device_open(struct qkv_error *err, const struct qkv_devic
     struct qkv_device *dev = memory;
     dev->ops = ops;
     dev->compute = options->compute;
+    dev->activations = options->activations;
     dev->allocator = (struct qkv_allocator){plain_alloc, plain_free, NULL};
     if (options->allocator != NULL) {
         dev->allocator = *options->allocator;
@@ -176,6 +181,11 @@ static enum qkv_status device_supports(struct qkv_error *err, const struct qkv_d
         if (traits->code == QKV_CODE_NONE) {
             return qkv_fail(err, QKV_ERR_UNSUPPORTED, "weight format %s: no kernel in this build",
                             traits->name);
+        }
+        if (query->int8 &&
+            (dev->activations != QKV_ACTIVATIONS_INT8 || !qkv_cpu_takes_int8(traits))) {
+            return qkv_fail(err, QKV_ERR_UNSUPPORTED, "weight format %s: activations stay in %s",
+                            traits->name, dev->compute == QKV_COMPUTE_F32 ? "float32" : "bf16");
         }
     }
     if (query->k_format < QKV_KV_FORMAT_COUNT || query->v_format < QKV_KV_FORMAT_COUNT) {

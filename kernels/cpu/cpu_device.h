@@ -5,6 +5,7 @@
 #ifndef QKV_CPU_CPU_DEVICE_H
 #define QKV_CPU_CPU_DEVICE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -39,6 +40,7 @@ struct qkv_device {
     const struct qkv_cpu_ops *ops; /* of the instruction set */
     struct qkv_threads *threads;
     enum qkv_compute compute;
+    enum qkv_activations activations;
     struct qkv_allocator allocator; /* for buffers, weights, ropes, KV pools */
     struct qkv_log log;
     const struct qkv_batch *batch; /* the current one */
@@ -57,6 +59,8 @@ enum qkv_status qkv_cpu_weight_create(struct qkv_error *err, struct qkv_device *
                                       const struct qkv_weight_desc *desc, struct qkv_weight **out);
 void qkv_cpu_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight);
 size_t qkv_cpu_weight_bytes(const struct qkv_weight *weight);
+/* Whether weights of a format can be multiplied with activations in int8. */
+bool qkv_cpu_takes_int8(const struct qkv_format_traits *traits);
 
 /* cpu_linear.c */
 enum qkv_status qkv_cpu_embed(struct qkv_error *err, struct qkv_device *dev,

@@ -34,14 +34,16 @@ static enum qkv_status check_floats(struct qkv_error *err, const char *op, const
 struct linear_task {
     const struct qkv_cpu_gemm_ops *ops;
     struct qkv_threads *threads;
-    struct qkv_cpu_pack pack;
+    struct qkv_cpu_pack pack; /* n_rows 0 where no weight takes this form of the input */
+    struct qkv_cpu_pack int8; /* the same */
+    int32_t n_rows;
     float norm_eps;
     int32_t k_blocks;
     struct qkv_cpu_gemm gemm[QKV_WEIGHTS_MAX];
     int32_t n_weights;
     size_t n_panels; /* of all weights */
     uint8_t *scratch;
-    size_t scratch_bytes; /* per thread */
+    size_t scratch_bytes; /* per thread, for GEMM and for a row of floats */
 };
 
 /* Item i of n cut into nearly equal parts: the first item of thread t's. */
@@ -49,6 +51,16 @@ static size_t part(size_t n, int n_threads, int t)
 {
     return n / (size_t)n_threads * (size_t)t +
            n % (size_t)n_threads * (size_t)t / (size_t)n_threads;
+}
+
+static float norm_scale(const struct linear_task *task, int32_t row)
+{
+    const struct qkv_cpu_pack *pack = &task->pack;
+    if (pack->prologue != QKV_PROLOGUE_RMSNORM) {
+        return 1.0f;
+    }
+    size_t source = pack->row_index != NULL ? (size_t)pack->row_index[row] : (size_t)row;
+    return task->ops->norm_scale(pack->x + source * pack->x_stride, pack->k, task->norm_eps);
 }
 
 /* Items are blocks of K of rows, so that one row of a decode step is packed by all threads. The
@@ -60,13 +72,25 @@ static void pack_part(const struct linear_task *task, size_t begin, size_t end)
     float scale = 1.0f;
     for (size_t i = begin; i < end; i++) {
         int32_t row = (int32_t)(i / (size_t)task->k_blocks);
-        if (pack->prologue == QKV_PROLOGUE_RMSNORM && row != row_done) {
-            size_t source = pack->row_index != NULL ? (size_t)pack->row_index[row] : (size_t)row;
-            scale =
-                task->ops->norm_scale(pack->x + source * pack->x_stride, pack->k, task->norm_eps);
+        if (row != row_done) {
+            scale = norm_scale(task, row);
             row_done = row;
         }
         task->ops->pack(pack, row, (int32_t)(i % (size_t)task->k_blocks), scale);
+    }
+}
+
+/* The same items. A thread that has a part of a row makes the whole of it: the scale needs that. */
+static void quantize_part(const struct linear_task *task, size_t begin, size_t end, void *scratch)
+{
+    size_t k_blocks = (size_t)task->k_blocks;
+    for (size_t i = begin; i < end;) {
+        int32_t row = (int32_t)(i / k_blocks);
+        size_t stop = ((size_t)row + 1) * k_blocks < end ? ((size_t)row + 1) * k_blocks : end;
+        int32_t first = (int32_t)(i % k_blocks);
+        task->ops->quantize(&task->int8, row, first, first + (int32_t)(stop - i),
+                            norm_scale(task, row), scratch);
+        i = stop;
     }
 }
 
@@ -76,7 +100,9 @@ static void gemm_part(const struct linear_task *task, size_t begin, size_t end, 
         size_t n = (size_t)task->gemm[i].weight->n_panels;
         if (begin < n && begin < end) {
             size_t stop = end < n ? end : n;
-            task->ops->gemm(&task->gemm[i], (int32_t)begin, (int32_t)stop, scratch);
+            bool bytes = task->gemm[i].weight->bytes;
+            (bytes ? task->ops->gemm_int8 : task->ops->gemm)(&task->gemm[i], (int32_t)begin,
+                                                             (int32_t)stop, scratch);
         }
         begin = begin < n ? 0 : begin - n;
         end = end < n ? 0 : end - n;
@@ -89,12 +115,19 @@ static void linear_thread(void *ctx, size_t begin, size_t end, int thread)
     (void)begin;
     (void)end;
     int n_threads = qkv_threads_count(task->threads);
-    size_t items = (size_t)task->pack.n_rows * (size_t)task->k_blocks;
-    pack_part(task, part(items, n_threads, thread), part(items, n_threads, thread + 1));
+    void *scratch = task->scratch + (size_t)thread * task->scratch_bytes;
+    size_t items = (size_t)task->n_rows * (size_t)task->k_blocks;
+    size_t first = part(items, n_threads, thread);
+    size_t last = part(items, n_threads, thread + 1);
+    if (task->pack.n_rows != 0) {
+        pack_part(task, first, last);
+    }
+    if (task->int8.n_rows != 0) {
+        quantize_part(task, first, last, scratch);
+    }
     qkv_threads_barrier(task->threads);
     gemm_part(task, part(task->n_panels, n_threads, thread),
-              part(task->n_panels, n_threads, thread + 1),
-              task->scratch + (size_t)thread * task->scratch_bytes);
+              part(task->n_panels, n_threads, thread + 1), scratch);
 }
 
 static enum qkv_status check_linear(struct qkv_error *err, const struct qkv_linear *args)
@@ -132,21 +165,27 @@ static enum qkv_status check_linear(struct qkv_error *err, const struct qkv_line
     return check_floats(err, "linear", "y", args->y, (uint64_t)args->n_rows, n_out);
 }
 
-/* The place of the sums over `group` in task->pack; scratch for new ones is taken from
- * *free_floats. */
-static const float *sums_of(struct linear_task *task, int32_t group, float **free_floats)
+/* The place of the sums over `group` in `pack`; scratch for new ones (4 bytes each, floats or
+ * integers) is taken from *free_sums. */
+static void *sums_of(struct qkv_cpu_pack *pack, int32_t group, bool codes, float **free_sums)
 {
-    struct qkv_cpu_pack *pack = &task->pack;
-    for (int32_t s = 0; s < pack->n_sums; s++) {
-        if (pack->sum_group[s] == group) {
-            return pack->sums[s];
-        }
+    int32_t s = 0;
+    while (s < pack->n_sums && pack->sum_group[s] != group) {
+        s++;
     }
-    float *sums = *free_floats;
-    pack->sum_group[pack->n_sums] = group;
-    pack->sums[pack->n_sums++] = sums;
-    *free_floats += (size_t)pack->n_rows * (size_t)(pack->k / group);
-    return sums;
+    if (s == pack->n_sums) {
+        pack->sum_group[s] = group;
+        pack->sums[s] = codes ? NULL : *free_sums;
+        pack->code_sums[s] = codes ? (int32_t *)(void *)*free_sums : NULL;
+        pack->n_sums++;
+        *free_sums += (size_t)pack->n_rows * (size_t)(pack->k / group);
+    }
+    return codes ? (void *)pack->code_sums[s] : (void *)pack->sums[s];
+}
+
+static bool needs_sums(const struct qkv_weight *w)
+{
+    return w->bytes || w->min.kind != QKV_SCALE_NONE;
 }
 
 static void describe_gemms(struct linear_task *task, const struct qkv_linear *args, float *sums)
@@ -158,11 +197,15 @@ static void describe_gemms(struct linear_task *task, const struct qkv_linear *ar
     float *y = args->y->data;
     for (int32_t i = 0; i < args->n_weights; i++) {
         const struct qkv_weight *w = args->weight[i];
+        struct qkv_cpu_pack *pack = w->bytes ? &task->int8 : &task->pack;
+        void *own = needs_sums(w) ? sums_of(pack, w->group, w->bytes, &sums) : NULL;
         task->gemm[i] = (struct qkv_cpu_gemm){
             .weight = w,
             .n_rows = args->n_rows,
-            .x = task->pack.packed,
-            .sums = w->min.kind != QKV_SCALE_NONE ? sums_of(task, w->group, &sums) : NULL,
+            .x = pack->packed,
+            .sums = w->bytes ? NULL : own,
+            .code_sums = w->bytes ? own : NULL,
+            .x_scale = pack->x_scale,
             .y = y,
             .y_stride = n_out,
             .bias = args->bias[i] != NULL ? args->bias[i]->data : NULL,
@@ -174,16 +217,49 @@ static void describe_gemms(struct linear_task *task, const struct qkv_linear *ar
     }
 }
 
+/* Memory for the input in the forms that the weights take. */
+static enum qkv_status place_input(struct qkv_error *err, struct qkv_device *dev,
+                                   const struct qkv_linear *args, struct linear_task *task)
+{
+    size_t cells = (size_t)args->n_rows * (size_t)task->k_blocks;
+    size_t scale_bytes = qkv_round_up((size_t)args->n_rows * sizeof(float), 64);
+    size_t row_bytes = QKV_K_BLOCK * task->ops->cell_bytes + 64;
+    size_t int8_bytes = QKV_K_BLOCK * task->ops->int8_cell_bytes + 64;
+    bool any = false;
+    bool any_int8 = false;
+    for (int32_t i = 0; i < args->n_weights; i++) {
+        any = any || !args->weight[i]->bytes;
+        any_int8 = any_int8 || args->weight[i]->bytes;
+    }
+    size_t n_bytes = (any ? cells * row_bytes : 0) + (any_int8 ? cells * int8_bytes : 0);
+    void *memory = NULL;
+    QKV_TRY(qkv_cpu_scratch_get(err, dev, QKV_SCRATCH_LINEAR_X, n_bytes + scale_bytes, &memory));
+    task->int8 = task->pack;
+    task->int8.round = false;
+    task->int8.x_scale = memory;
+    task->int8.packed = (uint8_t *)memory + scale_bytes;
+    task->pack.packed = (uint8_t *)memory + scale_bytes + (any_int8 ? cells * int8_bytes : 0);
+    task->int8.n_rows = any_int8 ? args->n_rows : 0;
+    task->pack.n_rows = any ? args->n_rows : 0;
+    return QKV_OK;
+}
+
+/* Per thread: what the GEMM wants, and a row of floats where rows are quantized. */
+static size_t thread_scratch(const struct linear_task *task)
+{
+    size_t gemm = task->ops->scratch_bytes(task->n_rows);
+    size_t row = task->int8.n_rows != 0 ? (size_t)task->int8.k * sizeof(float) : 0;
+    return qkv_round_up(gemm > row ? gemm : row, 64);
+}
+
 enum qkv_status qkv_cpu_linear(struct qkv_error *err, struct qkv_device *dev,
                                const struct qkv_linear *args)
 {
     QKV_TRY(check_linear(err, args));
-    const struct qkv_cpu_gemm_ops *ops = gemm_ops(dev);
     int32_t k = args->weight[0]->k_in;
     bool gated = args->prologue == QKV_PROLOGUE_GATED;
-    size_t rows = (size_t)args->n_rows;
     struct linear_task task = {
-        .ops = ops,
+        .ops = gemm_ops(dev),
         .threads = dev->threads,
         .pack = {.x = args->x->data,
                  .x_stride = (size_t)k * (gated ? 2 : 1),
@@ -194,26 +270,25 @@ enum qkv_status qkv_cpu_linear(struct qkv_error *err, struct qkv_device *dev,
                  .norm = args->prologue == QKV_PROLOGUE_RMSNORM ? args->norm->data : NULL,
                  .act = args->act,
                  .round = dev->compute == QKV_COMPUTE_BF16},
+        .n_rows = args->n_rows,
         .norm_eps = args->norm_eps,
         .k_blocks = (int32_t)(((size_t)k + QKV_K_BLOCK - 1) / QKV_K_BLOCK),
         .n_weights = args->n_weights,
-        .scratch_bytes = qkv_round_up(ops->scratch_bytes(args->n_rows), 64),
     };
-    size_t row_bytes = QKV_K_BLOCK * ops->cell_bytes + 64;
-    QKV_TRY(qkv_cpu_scratch_get(err, dev, QKV_SCRATCH_LINEAR_X,
-                                rows * (size_t)task.k_blocks * row_bytes, &task.pack.packed));
+    QKV_TRY(place_input(err, dev, args, &task));
     void *sums = NULL;
-    size_t sum_floats = 0;
+    size_t n_sums = 0;
     for (int32_t i = 0; i < args->n_weights; i++) {
-        bool has_min = args->weight[i]->min.kind != QKV_SCALE_NONE;
-        sum_floats += has_min ? rows * (size_t)args->weight[i]->n_groups : 0;
+        const struct qkv_weight *w = args->weight[i];
+        n_sums += needs_sums(w) ? (size_t)args->n_rows * (size_t)w->n_groups : 0;
     }
-    if (sum_floats != 0) {
-        QKV_TRY(qkv_cpu_scratch_get(err, dev, QKV_SCRATCH_LINEAR_SUM, sum_floats * sizeof(float),
-                                    &sums));
+    if (n_sums != 0) {
+        QKV_TRY(
+            qkv_cpu_scratch_get(err, dev, QKV_SCRATCH_LINEAR_SUM, n_sums * sizeof(float), &sums));
     }
     describe_gemms(&task, args, sums);
     size_t n_threads = (size_t)qkv_threads_count(dev->threads);
+    task.scratch_bytes = thread_scratch(&task);
     void *scratch = NULL;
     QKV_TRY(qkv_cpu_scratch_get(err, dev, QKV_SCRATCH_LINEAR_Y, n_threads * task.scratch_bytes,
                                 &scratch));

@@ -37,6 +37,18 @@ static enum qkv_pack pack_of(const struct qkv_format_traits *traits, enum qkv_co
     return QKV_PACK_BF16;
 }
 
+bool qkv_cpu_takes_int8(const struct qkv_format_traits *traits)
+{
+    return traits->code == QKV_CODE_I8 || traits->code == QKV_CODE_I4 ||
+           traits->code == QKV_CODE_U4;
+}
+
+/* What the byte layout adds to a code, so that it is not negative. */
+static int byte_offset(enum qkv_pack pack)
+{
+    return pack == QKV_PACK_I8 ? 128 : pack == QKV_PACK_I4 ? 8 : 0;
+}
+
 static size_t place(size_t *end, size_t n_bytes)
 {
     size_t offset = *end;
@@ -58,11 +70,12 @@ static void place_scale(struct qkv_pack_scale *scale, enum qkv_scale kind, size_
 
 /* Everything but `data`. The dimensions were checked. */
 static void plan_layout(const struct qkv_weight_desc *desc, enum qkv_compute compute,
-                        struct qkv_weight *w)
+                        enum qkv_activations activations, struct qkv_weight *w)
 {
     const struct qkv_format_traits *traits = qkv_format_traits(desc->format);
     w->format = desc->format;
     w->pack = pack_of(traits, compute);
+    w->bytes = activations == QKV_ACTIVATIONS_INT8 && qkv_cpu_takes_int8(traits);
     w->n_out = (int32_t)desc->n_out;
     w->k_in = (int32_t)desc->k_in;
     w->k_pad = (int32_t)qkv_round_up((size_t)w->k_in, QKV_UNIT);
@@ -98,7 +111,7 @@ uint64_t qkv_cpu_packed_bytes(enum qkv_format format, enum qkv_compute compute, 
     }
     const struct qkv_weight_desc desc = {.format = format, .n_out = n_out, .k_in = k_in};
     struct qkv_weight w = {0};
-    plan_layout(&desc, compute, &w);
+    plan_layout(&desc, compute, QKV_ACTIVATIONS_BF16, &w); /* the byte layout is as large */
     uint64_t n_bytes = 0;
     return qkv_mul_size((uint64_t)w.n_panels, w.panel_bytes, &n_bytes) ? n_bytes : 0;
 }
@@ -145,6 +158,24 @@ static void put_codes(enum qkv_pack pack, uint8_t *codes, size_t k, size_t colum
     }
 }
 
+/* The same in the byte layout. */
+static void put_bytes(enum qkv_pack pack, uint8_t *codes, size_t k, size_t column, size_t n,
+                      const int8_t *code)
+{
+    enum { QUAD = 4 };
+    int offset = byte_offset(pack);
+    for (size_t i = 0; i < n; i += QUAD) {
+        size_t quad = (k + i) / QUAD;
+        bool high = pack != QKV_PACK_I8 && quad % 2 == 1;
+        size_t line = pack == QKV_PACK_I8 ? quad : quad / 2;
+        uint8_t *out = codes + (line * QKV_PANEL + column) * QUAD;
+        for (size_t j = 0; j < QUAD; j++) {
+            uint8_t byte = (uint8_t)(code[i + j] + offset);
+            out[j] = high ? (uint8_t)(out[j] | byte << 4) : byte;
+        }
+    }
+}
+
 static void put_scale(const struct qkv_weight *w, const struct qkv_pack_scale *scale,
                       uint8_t *panel, size_t column, size_t block, uint16_t f16, const int8_t *sub)
 {
@@ -171,7 +202,11 @@ static void pack_codes(const struct piece *p)
         size_t k = p->first + i;
         const uint8_t *block = p->blocks + i / block_elems * (size_t)traits->block_bytes;
         qkv_codec_unpack(w->format, block, &u);
-        put_codes(w->pack, p->panel, k, p->column, block_elems, u.code);
+        if (w->bytes) {
+            put_bytes(w->pack, p->panel, k, p->column, block_elems, u.code);
+        } else {
+            put_codes(w->pack, p->panel, k, p->column, block_elems, u.code);
+        }
         put_scale(w, &w->scale, p->panel, p->column, k / block_elems, u.scale_f16, u.scale_sub);
         put_scale(w, &w->min, p->panel, p->column, k / block_elems, u.min_f16, u.min_sub);
     }
@@ -302,7 +337,7 @@ enum qkv_status qkv_cpu_weight_create(struct qkv_error *err, struct qkv_device *
     void *memory = NULL;
     QKV_TRY(qkv_calloc(err, 1, sizeof(struct qkv_weight), &memory));
     struct qkv_weight *w = memory;
-    plan_layout(desc, dev->compute, w);
+    plan_layout(desc, dev->compute, dev->activations, w);
     uint64_t n_bytes = 0;
     enum qkv_status status = QKV_OK;
     if (!qkv_mul_size((uint64_t)w->n_panels, w->panel_bytes, &n_bytes) || n_bytes > SIZE_MAX / 2) {
@@ -362,6 +397,15 @@ static float get_code(enum qkv_pack pack, const uint8_t *codes, size_t k, size_t
     return (float)(pack == QKV_PACK_I4 ? (code ^ 8) - 8 : code);
 }
 
+static float get_byte(enum qkv_pack pack, const uint8_t *codes, size_t k, size_t column)
+{
+    size_t quad = k / 4;
+    int code = pack == QKV_PACK_I8
+                   ? codes[(quad * QKV_PANEL + column) * 4 + k % 4]
+                   : codes[(quad / 2 * QKV_PANEL + column) * 4 + k % 4] >> (quad % 2 * 4) & 15;
+    return (float)(code - byte_offset(pack));
+}
+
 static float get_scale(const struct qkv_weight *w, const struct qkv_pack_scale *scale,
                        const uint8_t *panel, size_t group, size_t column)
 {
@@ -384,7 +428,9 @@ static void row_of_codes(const struct qkv_weight *w, const uint8_t *panel, size_
         float scale = get_scale(w, &w->scale, panel, g, column);
         float min = has_min ? get_scale(w, &w->min, panel, g, column) : 0.0f;
         for (size_t k = g * group_elems; k < (g + 1) * group_elems; k++) {
-            float value = scale * get_code(w->pack, panel, k, column);
+            float code = w->bytes ? get_byte(w->pack, panel, k, column)
+                                  : get_code(w->pack, panel, k, column);
+            float value = scale * code;
             out[k] = has_min ? value + min : value;
         }
     }

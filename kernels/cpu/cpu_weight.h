@@ -9,12 +9,17 @@
  *     I8      [4 pairs][2][32 c] int8
  *     I4, U4  [32 c] uint32, pair j at bits 4j (even k) and 16 + 4j (odd k): after a shift by 4j a
  *             table lookup of 16-bit lanes gives the pair, one of 32-bit lanes the even one
+ *   In the byte layout, for activations in int8, codes are unsigned, code + offset:
+ *     I8      [2 quads][32 c][4 k] uint8, offset 128
+ *     I4, U4  [32 c] uint32, k 0 to 3 in the low nibbles of its bytes, 4 to 7 in the high ones;
+ *             offset 8 for I4, 0 for U4
  *   scale   F16 [n_groups][32], or F16_SUB: f16 [n_blocks][32], then int8 [n_groups][32]
  *   min     the same
  * K is padded to 8 and N to 32 with zero codes. */
 #ifndef QKV_CPU_CPU_WEIGHT_H
 #define QKV_CPU_CPU_WEIGHT_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -46,6 +51,7 @@ struct qkv_pack_scale {
 struct qkv_weight {
     enum qkv_format format;
     enum qkv_pack pack;
+    bool bytes; /* the byte layout */
     int32_t n_out;
     int32_t k_in;
     int32_t k_pad;

@@ -32,14 +32,19 @@ struct qkv_cpu_pack {
     int32_t n_sums; /* sums over groups of the packed values, for weights with minima */
     int32_t sum_group[QKV_WEIGHTS_MAX];
     float *sums[QKV_WEIGHTS_MAX]; /* [n_rows, k / group] */
+    /* Of activations in int8; `packed`, n_sums and sum_group are theirs then. */
+    int32_t *code_sums[QKV_WEIGHTS_MAX]; /* [n_rows, k / group], over codes */
+    float *x_scale;                      /* [n_rows]: the value of code 1 */
 };
 
 struct qkv_cpu_gemm {
     const struct qkv_weight *weight;
     int32_t n_rows;
-    const void *x;     /* packed activations */
-    const float *sums; /* [n_rows, n_groups], or NULL if the weight has no minima */
-    float *y;          /* [n_rows, y_stride], at the weight's first column */
+    const void *x;            /* packed activations */
+    const float *sums;        /* [n_rows, n_groups], or NULL if the weight has no minima */
+    const int32_t *code_sums; /* [n_rows, n_groups] and [n_rows], for activations in int8 */
+    const float *x_scale;
+    float *y; /* [n_rows, y_stride], at the weight's first column */
     size_t y_stride;
     const float *bias; /* [n_out] or NULL */
     bool add;          /* y += result */
@@ -59,6 +64,13 @@ struct qkv_cpu_gemm_ops {
     /* Columns of panels [begin, end) for all rows. `scratch`: scratch_bytes(n_rows), 64-aligned. */
     void (*gemm)(const struct qkv_cpu_gemm *args, int32_t begin, int32_t end, void *scratch);
     size_t (*scratch_bytes)(int32_t n_rows);
+    /* The same with activations in int8 (body_int8.inc), for weights in the byte layout: bytes of a
+     * packed code; blocks of K [begin, end) of a row, with scratch for k floats rounded up to 16;
+     * panels [begin, end). */
+    size_t int8_cell_bytes;
+    void (*quantize)(const struct qkv_cpu_pack *args, int32_t row, int32_t begin, int32_t end,
+                     float scale, float *scratch);
+    void (*gemm_int8)(const struct qkv_cpu_gemm *args, int32_t begin, int32_t end, void *scratch);
 };
 
 #endif

@@ -5,4 +5,6 @@
 #define ISA_NAME "avx2"
 #define GEMM_F32 NULL
 
+#include "special_int8_avx2.inc"
+
 #include "body_table.inc"

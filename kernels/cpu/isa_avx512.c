@@ -5,4 +5,6 @@
 #define ISA_NAME "avx512"
 #define GEMM_F32 NULL
 
+#include "special_int8_avx512.inc"
+
 #include "body_table.inc"

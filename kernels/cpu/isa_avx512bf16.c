@@ -7,4 +7,6 @@
 
 #include "special_bf16.inc"
 
+#include "special_int8_avx512.inc"
+
 #include "body_table.inc"

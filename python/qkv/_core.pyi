@@ -104,6 +104,9 @@ class Engine:
         # the checkpoint's by itself.
         kv_scales: NDArray[np.float32] | None = None,
         query_dtype: Literal["bf16", "fp8_e4m3"] = "bf16",
+        # int8: rows of activations, for products with weights in integer codes; UnsupportedError if
+        # there is no such weight.
+        activation_quant: Literal["off", "int8"] = "off",
         threads: int = 0,  # 0: all that the process may use
         compute_dtype: Literal["bf16", "float32"] = "bf16",
         # "auto" or "cpu". For tests: "guard"; "fault:layer=3,kind=v_zero" and
@@ -121,8 +124,9 @@ class Engine:
     ) -> Self: ...
     @property
     def info(self) -> dict[str, Any]:
-        """device, isa, threads, compute_dtype, query_dtype, config (as Checkpoint.model_config),
-        kv_tokens, max_model_len, max_running, chunk_tokens, n_lanes, max_logit_rows."""
+        """device, isa, threads, compute_dtype, activation_quant, matrices and of them int8_matrices
+        (multiplied in int8), query_dtype, config (as Checkpoint.model_config), kv_tokens,
+        max_model_len, max_running, chunk_tokens, n_lanes, max_logit_rows."""
     def memory(self) -> dict[str, Any]:
         """Bytes: weights, activations, kv (all lanes, reserved), kv_lanes (a list, by lane),
         kv_resident (of kv: pages that were used so far), hidden (rows that wait for a comparison),

@@ -71,8 +71,15 @@ def check_quantization(
 
 
 def check_arithmetic(
-    *, fp8_gemm_backend: str, fp4_gemm_backend: str, activation_quant: str, query_dtype: str
+    *,
+    fp8_gemm_backend: str,
+    fp4_gemm_backend: str,
+    activation_quant: str,
+    query_dtype: str,
+    compute_dtype: str,
 ) -> None:
+    """ "checkpoint" and "off" are the same for the weight formats of this version: none of them
+    prescribes quantized activations."""
     for name, value in (
         ("fp8_gemm_backend", fp8_gemm_backend),
         ("fp4_gemm_backend", fp4_gemm_backend),
@@ -82,10 +89,10 @@ def check_arithmetic(
                 f"{name}={value!r}: this version has no FP8 or FP4 GEMM to choose among ('auto')"
             )
     one_of("activation_quant", activation_quant, ("checkpoint", "off", "int8"))
-    if activation_quant == "int8":
-        raise _core.UnsupportedError(
-            "activation_quant='int8': this version keeps activations in bf16 ('checkpoint' and "
-            "'off' are the same for its weight formats)"
+    if activation_quant == "int8" and compute_dtype == "float32":
+        raise ValueError(
+            "activation_quant='int8' and compute_dtype='float32': the reference arithmetic "
+            "quantizes nothing"
         )
     one_of("query_dtype", query_dtype, ("bf16", "fp8_e4m3"))
 

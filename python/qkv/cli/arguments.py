@@ -36,6 +36,9 @@ def engine_options(parser: argparse.ArgumentParser, *, one_model: bool = True) -
     add("--fp4-gemm-backend", default="auto", metavar="NAME", help=argparse.SUPPRESS)
     add("--compute-dtype", default="bf16", choices=("bf16", "float32"),
         help="float32: the slow reference arithmetic (default: bf16)")  # fmt: skip
+    add("--activation-quant", default="checkpoint", choices=("checkpoint", "off", "int8"),
+        help="int8: quantize each row of activations where weights are in integer codes: faster, "
+        "less exact (default: checkpoint)")  # fmt: skip
     add("--query-dtype", default="bf16", choices=("bf16", "fp8_e4m3"),
         help="fp8_e4m3: quantize queries as FP8 attention kernels do (default: bf16)")  # fmt: skip
     add("--mem-fraction-static", "--mem-fraction", type=float, metavar="F",
@@ -78,6 +81,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "quantization_param_path": args.quantization_param_path,
         "fp8_gemm_backend": args.fp8_gemm_backend,
         "fp4_gemm_backend": args.fp4_gemm_backend,
+        "activation_quant": args.activation_quant,
         "compute_dtype": args.compute_dtype,
         "query_dtype": args.query_dtype,
         "device": args.device,
