@@ -599,7 +599,7 @@ def test_divergence() -> None:
     ("given", "length", "note"),
     [
         (task("gsm8k"), 511, analysis.SHORT), (task("gsm8k"), 512, ""), (task("needle"), 9, ""),
-        (task("mine", long_context=True), 9, ""), (task("mmlu", "choice"), 0, ""),
+        (task("mmlu", "choice"), 0, ""),
     ],
 )  # fmt: skip
 def test_short_outputs_are_named(given: Rec, length: int, note: str) -> None:

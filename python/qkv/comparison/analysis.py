@@ -2,8 +2,8 @@
 and be those of a comparison that still runs.
 
 Of the header it reads `lanes` (fields of results.Lane), and of `settings` the margin and `tasks`, a
-list of {"task", "kind", "asked", "size", "chance"}; "long_context" marks a task whose prompts are
-long on purpose. Formulas: qkv.stats. A lane's verdict over all tasks is made in verdicts.py.
+list of {"task", "kind", "asked", "size", "chance"}. Formulas: qkv.stats. A lane's verdict over all
+tasks is made in verdicts.py.
 """
 
 from __future__ import annotations
@@ -267,10 +267,9 @@ def _with_divergence(
 
 def _note(study: _Study, asked: Mapping[str, Any], lanes: Mapping[str, LaneResult]) -> str:
     answers = lanes[study.names[0]].answers
-    if asked["kind"] != "generate" or answers is None:
-        return ""
-    long_context = asked.get("long_context", asked["task"] == "needle")
-    return SHORT if answers.mean_tokens < _SHORT_OUTPUT and not long_context else ""
+    if asked["kind"] != "generate" or answers is None or asked["task"] == "needle":
+        return ""  # a needle's prompts are long
+    return SHORT if answers.mean_tokens < _SHORT_OUTPUT else ""
 
 
 # ---- over the tasks --------------------------------------------------------------------------
