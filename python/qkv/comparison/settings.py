@@ -10,7 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from .. import _core, kv_scales, models, options
+from .. import __version__, _core, kv_scales, models, options
 from ..engine import Engine, load_tokenizer
 from ..params import flag, integer
 from ..tasks import Task
