@@ -123,7 +123,8 @@ class Plan:
 def environment(digests: Mapping[str, str]) -> dict[str, Any]:
     """What else a result's bits depend on. digests: of each model's files, by its label."""
     isa = os.environ.get("QKV_ISA") or next(name for name, usable in _core.isas() if usable)
-    return {"build": _digest([Path(_core.__file__)]), "isa": isa, "models": dict(digests)}
+    build = _digest([Path(_core.__file__)])
+    return {"version": __version__, "build": build, "isa": isa, "models": dict(digests)}
 
 
 _SAMPLE, _STRIDE = 2**16, 2**24
