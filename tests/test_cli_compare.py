@@ -160,6 +160,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert "  qkv compare" in text and "exit code" in text and "percentage points" in text
+    assert "(default: bf16,fp8_e4m3)" in " ".join(text.split())  # not the engine's
 
 
 def test_make_demo_runs_a_comparison(taken: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

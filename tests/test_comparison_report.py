@@ -315,6 +315,7 @@ def test_text_opens_with_the_verdicts() -> None:
         "lane: control."
     )
     assert lines[6].startswith("Tasks: gsm8k (n = 400 of 1,319), mmlu (n = 4,000 of 14,042), ")
+    assert re.search(r"wikitext2 \(n = \d+ windows\)", lines[6])  # of how many: not known
     assert "32 items x 4 lanes in another order and batch size, bit-identical." in " ".join(lines)
 
 

@@ -20,16 +20,18 @@ class Problem(Exception):
 MODEL_HELP = "a folder with safetensors, a .gguf file, a hub name, or 'demo'"
 
 
-def engine_options(parser: argparse.ArgumentParser, *, one_model: bool = True) -> None:
-    """one_model: with --model and what belongs to it alone."""
+def engine_options(
+    parser: argparse.ArgumentParser, *, one_model: bool = True, kv_cache_dtypes: str = "auto"
+) -> None:
+    """one_model: with --model and what belongs to it alone. kv_cache_dtypes: the default."""
     group = parser.add_argument_group("model and engine (names as SGLang has them)")
     add = group.add_argument
     if one_model:
         add("--model", "--model-path", required=True, metavar="MODEL", help=MODEL_HELP)
         add("--tokenizer-path", metavar="DIR", help="tokenizer to use instead of the model's")
-    add("--kv-cache-dtype", default="auto", metavar="DTYPE",
+    add("--kv-cache-dtype", default=kv_cache_dtypes, metavar="DTYPE",
         help="format of the KV cache (qkv info lists them); with commas: several lanes; or the "
-        "JSON of a mapping (default: auto)")  # fmt: skip
+        f"JSON of a mapping or a list (default: {kv_cache_dtypes})")  # fmt: skip
     add("--quantization", metavar="NAME", help="weight format (default: found in the checkpoint)")
     add("--quantization-param-path", metavar="FILE", help="JSON file with KV scales")
     add("--fp8-gemm-backend", default="auto", metavar="NAME", help=argparse.SUPPRESS)

@@ -39,7 +39,7 @@ def add(verbs: Any) -> None:
         "are loaded in turn; each runs each format.",
         epilog="examples:\n"
         "  qkv compare demo --tasks gsm8k,mmlu --limit gsm8k=8,mmlu=57 --html page.html\n"
-        "  qkv compare ./Qwen3-8B --kv-cache-dtype bf16,fp8_e4m3,nvfp4 --tasks mmlu,gsm8k\\\n"
+        "  qkv compare ./Qwen3-8B --kv-cache-dtype bf16,fp8_e4m3,nvfp4 --tasks mmlu,gsm8k \\\n"
         "      --resume run.jsonl\n"
         "  qkv compare ./Qwen3-8B ./Qwen3-8B-FP8 --kv-cache-dtype bf16 --tasks mmlu\n"
         "  qkv compare --report run.jsonl --html page.html\n"
@@ -50,8 +50,8 @@ def add(verbs: Any) -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=MODEL_HELP)
     _task_options(parser)
     _run_options(parser)
-    engine_options(parser, one_model=False)
-    parser.set_defaults(run=_compare, kv_cache_dtype="bf16,fp8_e4m3")
+    engine_options(parser, one_model=False, kv_cache_dtypes="bf16,fp8_e4m3")
+    parser.set_defaults(run=_compare)
 
 
 def _task_options(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +63,8 @@ def _task_options(parser: argparse.ArgumentParser) -> None:
         help='your own rows, as a task called like the file: each has "prompt" and "answer", and '
         'may have "choices"')  # fmt: skip
     add("--limit", metavar="N",
-        help="items of each task, taken evenly from its subjects; or by task: gsm8k=200,mmlu=500 "
-        "(default: all)")  # fmt: skip
+        help="items of each task, taken evenly from its subjects (of wikitext2: windows of 512 "
+        "tokens); or by task: gsm8k=200,mmlu=500 (default: all)")  # fmt: skip
     add("--max-tokens", metavar="N",
         help="of an answer that is generated; or by task (default: the task's)")  # fmt: skip
     add("--chat", action="store_true", help="put prompts through the chat template")
@@ -92,7 +92,8 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     add("--report", metavar="FILE", help="show what such a file holds; compute nothing")
     add("--html", metavar="FILE", help="also write a page that needs nothing else")
     add("--fail-on", action="append", choices=_VERDICTS, default=[], metavar="VERDICT",
-        help=f"exit code {_FOUND} if a lane gets it: {', '.join(_VERDICTS)}")  # fmt: skip
+        help=f"exit code {_FOUND} if a lane gets it: {', '.join(_VERDICTS)}; may be given more "
+        "than once")  # fmt: skip
     add("--no-progress", action="store_true", help="do not say what is being done")
     json_option(parser)
 

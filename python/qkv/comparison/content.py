@@ -85,10 +85,15 @@ def run_lines(findings: Findings, show: Show) -> tuple[str, str]:
         f"{'point' if findings.margin == 0.01 else 'points'} of accuracy; "
         f"control lane: {', '.join(controls) or 'none'}."
     )
-    tasks = ", ".join(
-        f"{show(name)} (n = {task.n:,} of {task.size:,})" for name, task in findings.tasks.items()
-    )
+    tasks = ", ".join(f"{show(name)} ({_count(task)})" for name, task in findings.tasks.items())
     return first, f"Tasks: {tasks or 'none'}. {rerun_line(findings)}"
+
+
+def _count(task: TaskResult) -> str:
+    """Of a text nobody but the model's tokenizer knows how many windows it has."""
+    if task.kind == "text":
+        return f"n = {plural(task.n, 'window')}"
+    return f"n = {task.n:,} of {task.size:,}"
 
 
 def rerun_line(findings: Findings) -> str:
@@ -115,7 +120,8 @@ def _task_line(task: TaskResult) -> str:
     line = f"{_KINDS.get(task.kind, clean(task.kind))}, n = {task.n:,}"
     if task.asked != task.n:
         line += f" of {task.asked:,} asked for"
-    line += f", the data set has {task.size:,}"
+    if task.kind != "text":
+        line += f", the data set has {task.size:,}"
     if task.chance:
         line += f"; chance is {percent(task.chance, 1)} %"
     return line + (f"; {clean(task.note)}" if task.note else "")
