@@ -146,6 +146,8 @@ def compare(
         speed=speed,
         engine_options=engine_options,
     )
+    if on_finish is not None and not callable(on_finish):
+        raise TypeError(f"on_finish={on_finish!r:.100}: a function is needed")
     by_layer_ = sensitivity.wanted(by_layer, kl_bound)
     if by_layer_ is not None:
         sensitivity.check(planned, by_layer_)

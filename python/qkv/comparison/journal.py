@@ -37,12 +37,16 @@ import numpy as np
 
 from .._core import Error
 from ..outputs import json_ready
+from .records import Records
 
 FORMAT = 1
 
 Record = dict[str, Any]
 
 _PACKED = {"logprobs": "<f4", "kl": "<f4", "kl_reverse": "<f4", "top1": "u1"}
+#: The records that have them: in others these names are the user's own (a hook's scores).
+_OF_TOKENS = ("forced", "layers")
+_BEGINNING = b'{"kind":"header"'
 
 
 def _pack(value: Any, name: str = "") -> Any:
@@ -73,6 +77,8 @@ class Journal:
         self.header: Record = {"kind": "header", "format": FORMAT, **json_ready(header)}
         self.records: list[Record] = []
         self._file = None
+        # The header is written with the first record: options that cannot run leave none.
+        self._headed = False
         if self.path is None:
             return
         if self.path.exists() and not self.path.is_file():
@@ -98,19 +104,22 @@ class Journal:
         whole = data.rfind(b"\n") + 1
         lines = list(parse(data[:whole], self.path))
         if not lines:
+            begun = data[: len(_BEGINNING)]  # of a header that a crash left unfinished
+            if not _BEGINNING.startswith(begun):
+                raise Error(f"{self.path}: not a comparison that this version can read")
             self._file.truncate(0)
-            self._write(self.header)
             return
         stored, self.records = lines[0], lines[1:]
         check_same(self.path, stored, self.header)
-        self.header = stored
+        self.header, self._headed = stored, True
         if whole < len(data):
             self._file.truncate(whole)
 
     def _write(self, record: Record) -> None:
         if self._file is None:
             return
-        line = json.dumps(_pack(record), ensure_ascii=False, separators=(",", ":"), allow_nan=True)
+        packed = _pack(record) if record["kind"] in _OF_TOKENS else record
+        line = json.dumps(packed, ensure_ascii=False, separators=(",", ":"), allow_nan=True)
         data = line.encode("utf-8", "surrogatepass") + b"\n"
         try:
             while data:
@@ -125,6 +134,9 @@ class Journal:
     def add(self, record: Mapping[str, Any]) -> None:
         """Stores it for good before it returns."""
         ready: Record = json_ready(record)
+        if not self._headed:
+            self._write(self.header)
+            self._headed = True
         self._write(ready)
         self.records.append(ready)
 
@@ -152,15 +164,25 @@ class Journal:
 
 def parse(data: bytes, path: Path) -> Iterator[Record]:
     """The records of whole lines; Error names the line that is none."""
+    known: Records | None = None
     for number, line in enumerate(data.splitlines(), 1):
         try:
-            record = _unpack(json.loads(line.decode("utf-8", "surrogatepass")))
-        except ValueError:
+            record = json.loads(line.decode("utf-8", "surrogatepass"))
+            if isinstance(record, dict) and record.get("kind") in _OF_TOKENS:
+                record = _unpack(record)
+        except (ValueError, RecursionError):
             raise Error(f"{path}: line {number} is not JSON") from None
         if not isinstance(record, dict) or "kind" not in record:
             raise Error(f"{path}: line {number} is not a record of a comparison")
         if number == 1 and (record["kind"] != "header" or record.get("format") != FORMAT):
             raise Error(f"{path}: not a comparison that this version can read")
+        try:
+            if known is None:
+                known = Records(record)
+            else:
+                known.check(record)
+        except ValueError as error:
+            raise Error(f"{path}: line {number}: {error}") from None
         yield record
 
 

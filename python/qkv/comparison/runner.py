@@ -6,9 +6,11 @@ computed, what a crash left out and what is resumed make no difference."""
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,9 @@ from .._core import Error
 from ..chat_template import check_messages
 from ..engine import Engine
 from ..options import PAGE_TOKENS
-from ..outputs import RequestOutput, Score
+from ..outputs import RequestOutput, Score, json_ready
 from ..params import SamplingParams
-from ..run import Hook
+from ..run import Hook, described
 from ..tasks import Item, Window
 from .journal import Journal, Record
 from .settings import Asked, ModelLanes, Plan, Say
@@ -188,27 +190,28 @@ class Runner:
     def _record(self, kind: str, task: str, key: str, **fields: Any) -> Record:
         return {"kind": kind, "model": self.entry.label, "task": task, "key": key, **fields}
 
-    def _prompt(self, item: Item) -> NDArray[np.int32]:
-        """The prompt's token ids."""
+    def _prompt(self, item: Item) -> NDArray[np.int32] | ValueError:
+        """The prompt's token ids, or why it has none: its row's error and no other's."""
         tokenizer = self.engine.tokenizer
-        if isinstance(item.prompt, str):
-            return np.asarray(tokenizer.encode(item.prompt), np.int32)
-        text = tokenizer.apply_chat_template(check_messages(item.prompt))
-        return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+        try:
+            if isinstance(item.prompt, str):
+                return np.asarray(tokenizer.encode(item.prompt), np.int32)
+            text = tokenizer.apply_chat_template(check_messages(item.prompt))
+            return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+        except (Error, ValueError) as error:
+            if not isinstance(item.prompt, str) and not tokenizer.has_chat_template:
+                raise
+            return ValueError(str(error))
 
     def _generate(
         self, asked: Asked, items: Sequence[tuple[int, Item]], hook: Hook | None
     ) -> Iterator[Record]:
-        rows: list[Mapping[str, Any]] = [
-            {
-                "prompt_token_ids": self._prompt(item),
-                "key": item.key,
-                "params": SamplingParams(
-                    max_tokens=item.max_tokens, temperature=0.0, stop=item.stop
-                ),
-            }
-            for _, item in items
-        ]
+        rows: list[Any] = []
+        for _, item in items:
+            params = SamplingParams(max_tokens=item.max_tokens, temperature=0.0, stop=item.stop)
+            prompt = self._prompt(item)
+            row = {"prompt_token_ids": prompt, "key": item.key, "params": params}
+            rows.append(prompt if isinstance(prompt, ValueError) else row)
         outputs: Iterable[RequestOutput] = self.engine.stream(rows, on_finish=hook, progress=False)
         if hasattr(hook, "finish"):
             outputs = list(outputs)  # some scores are there after the last row
@@ -224,7 +227,7 @@ class Runner:
                 lanes={name: _answer(asked, item, lane) for name, lane in self._by_lane(output)},
             )
             if output.scores:
-                record["scores"] = output.scores
+                record["scores"] = _storable(output.scores)
             yield record
 
     def _by_lane(self, output: Any) -> Iterator[tuple[str, Any]]:
@@ -264,32 +267,32 @@ class Runner:
         )  # fmt: skip
 
     def _choose(self, asked: Asked, items: Sequence[tuple[int, Item]]) -> Iterator[Record]:
-        prompts: list[Any] = []
-        choices: list[str | list[int]] = []
-        encode = self.engine.tokenizer.encode
-        for _, item in items:
-            plain = isinstance(item.prompt, str)
-            prompt = item.prompt if plain else self._prompt(item)
-            for choice in item.choices:
-                prompts.append(prompt)
-                # A template's text is tokenized by itself: it ends in a special token.
-                choices.append(choice if plain else encode(choice, add_special_tokens=False))
-        scores = self.engine.score(prompts, choices, progress=False)
-        place_of = 0
-        for place, item in items:
-            own = scores[place_of : place_of + len(item.choices)]
-            place_of += len(item.choices)
-            by_lane = zip(*(dict(self._by_lane(score)).values() for score in own), strict=True)
-            lanes = {
-                name: _choice(asked, item, found)
-                for name, found in zip(self.names, by_lane, strict=True)
-            }
+        task = asked.task.name
+        prompts = [self._prompt(item) for _, item in items]
+        pairs: list[tuple[Any, str]] = []
+        for (_, item), ids in zip(items, prompts, strict=True):
+            if not isinstance(ids, ValueError):
+                # A template's text ends in a special token: a choice is tokenized by itself.
+                prompt = item.prompt if isinstance(item.prompt, str) else ids
+                pairs += [(prompt, choice) for choice in item.choices]
+        scores = iter(self.engine.score(*_unzipped(pairs), progress=False))
+        for (place, item), ids in zip(items, prompts, strict=True):
+            if isinstance(ids, ValueError):
+                lanes: dict[str, Any] = dict.fromkeys(self.names, {"error": str(ids)})
+                forced = self._record("forced", task, item.key, start=0, lanes={}, error=str(ids))
+            else:
+                own = list(islice(scores, len(item.choices)))
+                by_lane = zip(*(dict(self._by_lane(score)).values() for score in own), strict=True)
+                lanes = {
+                    name: _choice(asked, item, found)
+                    for name, found in zip(self.names, by_lane, strict=True)
+                }
+                # What follows the prompt is predicted by one distribution whatever the choice.
+                forced = self._forced(task, item.key, len(ids), own[0])
             yield self._record(
-                "answer", asked.task.name, item.key, place=place, stratum=item.stratum, lanes=lanes
+                "answer", task, item.key, place=place, stratum=item.stratum, lanes=lanes
             )
-            # What follows the prompt is predicted by the same distribution whatever the choice.
-            start = len(self._prompt(item)) if isinstance(item.prompt, str) else len(prompts[0])
-            yield self._forced(asked.task.name, item.key, start, own[0])
+            yield forced
 
     def _score_windows(self, task: str, windows: Sequence[Window]) -> Iterator[Record]:
         scores = self.engine.score([ids for _, ids in windows], progress=False)
@@ -411,6 +414,19 @@ def _source(source: str) -> str:
     return source if known else "checkpoint"
 
 
+def _unzipped(pairs: Sequence[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
+    return [prompt for prompt, _ in pairs], [choice for _, choice in pairs]
+
+
+def _storable(scores: Mapping[str, Any]) -> dict[str, Any]:
+    """What a hook gave as the journal gives it back; else why it cannot be stored."""
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(json_ready(scores)))
+        return found
+    except (TypeError, ValueError, RecursionError) as error:
+        return {"error": described(error)}
+
+
 def _answer(asked: Asked, item: Item, output: RequestOutput) -> dict[str, Any]:
     if output.error is not None:
         return {"error": output.error}
@@ -443,8 +459,12 @@ def _predictions(score: Score) -> dict[str, Any]:
     return found
 
 
+#: What the caller's code made of a row: it may say something else the next time.
+_SAID = ("scores", "correct", "answer", "answered", "grade_error")
+
+
 def _same(old: Record | None, new: Record) -> bool:
-    """Equal in every bit that was computed; what a hook added is left out."""
+    """Equal in every bit that was computed; what a hook or a grading function says is left out."""
     if old is None:
         return False
     return bool(_bits(old) == _bits(new))
@@ -453,7 +473,7 @@ def _same(old: Record | None, new: Record) -> bool:
 def _bits(value: Any) -> Any:
     """Comparable with ==, a NaN equal to itself."""
     if isinstance(value, Mapping):
-        return {key: _bits(item) for key, item in value.items() if key != "scores"}
+        return {key: _bits(item) for key, item in value.items() if key not in _SAID}
     if isinstance(value, np.ndarray):
         return _bits(value.tolist())
     if isinstance(value, (list, tuple)):

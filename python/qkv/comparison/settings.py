@@ -161,7 +161,7 @@ def plan(
     """Checks everything that can be checked without weights. ValueError, TypeError, Error."""
     if "kv_cache_dtype" in engine_options or "tokenizer" in engine_options:
         raise TypeError("compare: kv_cache_dtypes says the lanes; a tokenizer is the model's own")
-    unknown = sorted(set(engine_options) - set(signature(Engine).parameters))
+    unknown = sorted(set(engine_options) - (set(signature(Engine).parameters) - {"model"}))
     if unknown:
         raise TypeError(f"compare: there is no option {unknown[0]!r}")
     flag("control", control)

@@ -95,8 +95,11 @@ def _questions(
 ) -> tuple[Question, ...]:
     for name, given, low, high in (("lengths", lengths, 1, 10**7), ("depths", depths, 0, 100)):
         wrong = [value for value in given if not low <= value <= high]
-        if wrong or not given or len(set(given)) != len(given):
+        shown = {f"{value:g}" for value in given}  # as they stand in the keys
+        if wrong or not given or len(shown) != len(given):
             raise ValueError(f"{name} {list(given)}: different numbers of {low} to {high}")
+    for length in lengths:
+        integer("length", length, 1)
     integer("repeats", repeats, 1)
     made = []
     for length in lengths:
