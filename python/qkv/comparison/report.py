@@ -21,7 +21,7 @@ _NAME = 30
 _LEGEND = (
     "Lost: right in the baseline, wrong here; gained: the other way round. Detectable: the "
     "smallest loss in points that so many items show with a power of 80 %. A page with plots, "
-    "settings and what all this means: to_html()."
+    "settings and what all this means: to_html(), --html FILE."
 )
 
 

@@ -182,7 +182,7 @@ class Runner:
 
     def _parts(self, entries: Sequence[Any], size: int, what: str) -> Iterator[Sequence[Any]]:
         for start in range(0, len(entries), size):
-            self._say(f"{what}: {start} of {len(entries)} rows to do")
+            self._say(f"{what}: {start} of {len(entries)} rows done")
             yield entries[start : start + size]
 
     # Tasks of each kind. All give records and store nothing.
