@@ -157,7 +157,13 @@ static void run_layer(const struct qkv_backend *be, struct outcome *out)
     CHECK_OK(be->kv_create(&err, dev, &kv_desc, &kv), err);
     int32_t pages[1] = {1};
     CHECK_OK(be->kv_zero(&err, dev, kv, 0, pages, 1), err);
-    struct qkv_support_query query = {QKV_FORMAT_F32, QKV_KV_E4M3, QKV_KV_NVFP4, 16, 16};
+    struct qkv_support_query query = {
+        .weight_format = QKV_FORMAT_F32,
+        .k_format = QKV_KV_E4M3,
+        .v_format = QKV_KV_NVFP4,
+        .k_dim = 16,
+        .v_dim = 16,
+    };
     CHECK_OK(be->supports(&err, dev, &query), err);
     CHECK_OK(be->kv_observe(&err, dev, kv, true), err);
 

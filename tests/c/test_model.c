@@ -32,7 +32,7 @@ struct qkv_rope {
 struct qkv_device {
     int live;            /* objects made and not destroyed */
     int calls_left;      /* creations until one fails; negative: never */
-    int n_asked;         /* of supports() */
+    int n_asked;         /* of supports(), but for int8 */
     enum qkv_format bad; /* not supported */
     char ops[RECORDS_MAX];
     int n_ops;
@@ -67,7 +67,7 @@ static void destroy(struct qkv_device *dev, void *object)
 static enum qkv_status fake_supports(struct qkv_error *err, const struct qkv_device *dev,
                                      const struct qkv_support_query *query)
 {
-    ((struct qkv_device *)(uintptr_t)dev)->n_asked++;
+    ((struct qkv_device *)(uintptr_t)dev)->n_asked += !query->int8;
     CHECK_EQ_INT(query->k_format, QKV_KV_FORMAT_COUNT);
     if (query->weight_format == dev->bad) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED, "no such format here");
