@@ -68,7 +68,8 @@ class Comparison:
         return _written(path, report.page(self.findings))
 
     def to_pandas(self) -> Any:
-        """A table of every figure (needs pandas: pip install 'qkv[report]')."""
+        """Every figure, as data frames by name: "results" by task and lane, "lanes", "buckets",
+        "strata", "layers" (needs pandas: pip install 'qkv[report]')."""
         return report.to_pandas(self.findings)
 
     def __str__(self) -> str:
