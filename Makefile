@@ -69,7 +69,7 @@ DEMO := --kv-cache-dtype bf16,fp8_e4m3 --tasks gsm8k,mmlu,wikitext2 \
 	--limit gsm8k=6,mmlu=32,wikitext2=4 --max-tokens 96 --rerun-items 6 --html build/demo.html
 
 demo: $(VENV)/report.stamp
-	@$(BIN)/qkv demo-model
+	@$(BIN)/qkv demo-model > /dev/null
 	@mkdir -p build
 	@$(BIN)/qkv compare demo $(DEMO)
 	@echo
