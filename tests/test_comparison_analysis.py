@@ -18,7 +18,7 @@ import pytest
 
 import qkv
 from qkv import stats
-from qkv.comparison import analysis
+from qkv.comparison import analysis, verdicts
 from qkv.comparison.results import Findings, Kl, Lane, Pair
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data"
@@ -773,3 +773,16 @@ def test_every_format_has_its_rounding_step() -> None:
     assert analysis.rounding_step(lane({"v": "bf16"}, "k=fp8_e5m2,v=bf16")) == 32
     named = {"default": "fp8_e4m3", "name": "nvfp4", "scales": "nvfp4"}
     assert analysis.rounding_step(lane(named, "nvfp4")) == 16
+
+
+def test_the_worst_task_stands_first() -> None:
+    """A proven loss of 30 points is not to hide behind "the same on"."""
+    kinds = [
+        verdicts._OnTask("mmlu", "NOT SAFE", "an alarm", -0.02, 0.05),
+        verdicts._OnTask("gsm8k", "NOT SAFE", "a loss is proven", 0.23, 0.38),
+        verdicts._OnTask("mgsm", "SAFE", "small", -0.01, 0.005),
+    ]
+    assert verdicts._together(kinds) == (
+        "NOT SAFE",
+        "gsm8k: a loss is proven; NOT SAFE on mmlu, too; SAFE on mgsm",
+    )

@@ -544,6 +544,13 @@ def test_run_again_model_by_model() -> None:
     assert "grid=False" in again and "# mine is a task of your own" in again
 
 
+def test_run_again_with_shorter_answers() -> None:
+    given = findings()
+    settings = {**given.settings, "tasks": [{**given.settings["tasks"][0], "max_tokens": 64}]}
+    again = provenance.repeat(replace(given, settings=settings))
+    assert '    [qkv.tasks.task("gsm8k", max_tokens=64)],\n' in again
+
+
 def test_fragment_stands_alone() -> None:
     shown = report.html(findings())
     found = Checked(shown)

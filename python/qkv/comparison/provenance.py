@@ -160,7 +160,13 @@ def repeat(findings: Findings) -> str:
     asked = [task for task in settings.get("tasks", ()) if isinstance(task, Mapping)]
     names = [str(task.get("task")) for task in asked] or list(findings.tasks)
     kv, grid = _formats(findings, len(models))
-    arguments = [as_code(models[0] if len(models) == 1 else models), as_code(kv), as_code(names)]
+    lengths = {str(task.get("task")): task.get("max_tokens") for task in asked}
+    given_tasks = ", ".join(_task(name, lengths.get(name)) for name in names)
+    arguments = [
+        as_code(models[0] if len(models) == 1 else models),
+        as_code(kv),
+        f"[{given_tasks}]",
+    ]
     limits = {str(task["task"]): task["limit"] for task in asked if task.get("limit") is not None}
     if limits:
         arguments.append(f"limit={as_code(limits)}")
@@ -184,6 +190,13 @@ def repeat(findings: Findings) -> str:
     lines += [f"# {name} is a task of your own: pass the qkv.tasks.Task itself" for name in own]
     lines += ["qkv.compare(", *(f"    {argument}," for argument in arguments), ")"]
     return "\n".join(lines)
+
+
+def _task(name: str, max_tokens: Any) -> str:
+    """Its name where that says all, else the call that makes it."""
+    if name not in tasks.names() or not max_tokens or tasks.task(name).max_tokens == max_tokens:
+        return as_code(name)
+    return f"qkv.tasks.task({as_code(name)}, max_tokens={as_code(max_tokens)})"
 
 
 def _formats(findings: Findings, n_models: int) -> tuple[list[Any], bool]:

@@ -26,7 +26,8 @@ class _OnTask:
     task: str
     kind: VerdictKind
     reason: str
-    upper: float  # of the loss; 1 where there is no answer
+    lower: float  # of the loss; -1 and 1 where there is no answer
+    upper: float
 
 
 def of_lanes(lanes: Sequence[Lane], results: Mapping[str, TaskResult]) -> dict[str, LaneVerdict]:
@@ -58,13 +59,13 @@ def _on_task(result: TaskResult, own: LaneResult, n_pairs: int) -> _OnTask | Non
         if pair.interval.lower > 0 and n_pairs > 1:
             reason += f" (p {pair.p_holm:.2g} by Holm over {n_pairs} tasks"
             reason += ")" if pair.p_holm < _LEVEL else ": of so many, one may look so by chance)"
-        return _OnTask(result.task, pair.verdict.kind, reason, pair.interval.upper)
+        return _OnTask(result.task, pair.verdict.kind, reason, *pair.interval)
     if kl is not None and kl.alarm:
-        return _OnTask(result.task, "NOT SAFE", _alarm(kl), 1.0)
+        return _OnTask(result.task, "NOT SAFE", _alarm(kl), -1.0, 1.0)
     if result.kind == "text":
         return None
     reason = "no item yet that every lane could run"
-    return _OnTask(result.task, "NOT ENOUGH DATA", reason, 1.0)
+    return _OnTask(result.task, "NOT ENOUGH DATA", reason, -1.0, 1.0)
 
 
 def _alarm(kl: Kl) -> str:
@@ -83,7 +84,8 @@ def _together(found: Sequence[_OnTask]) -> tuple[VerdictKind, str]:
     for own in found:
         kinds.setdefault(own.kind, []).append(own)
     if "NOT SAFE" in kinds:
-        return "NOT SAFE", _named(kinds["NOT SAFE"], "NOT SAFE", kinds)
+        worst_first = sorted(kinds["NOT SAFE"], key=lambda own: -own.lower)
+        return "NOT SAFE", _named(worst_first, "NOT SAFE", kinds)
     if set(kinds) == {"SAFE"}:
         nearest = max(found, key=lambda own: own.upper)
         if len(found) == 1:
@@ -106,7 +108,7 @@ def _named(
     if kind == "UNINFORMATIVE" and kinds:
         said = f"{first.task} is UNINFORMATIVE: {first.reason}"
     if more:
-        said += f"; the same on {', '.join(own.task for own in more)}"
+        said += f"; {kind} on {', '.join(own.task for own in more)}, too"
     for other, tasks in kinds.items():
         if other != kind:
             said += f"; {other} on {', '.join(own.task for own in tasks)}"
