@@ -373,8 +373,9 @@ def divergence_section(findings: Findings, show: Show) -> Section | None:
                 show(lane.name),
                 f"{d.identical:,}/{d.n:,} ({percent(d.identical / d.n, 1)} %)",
                 NONE if d.median_first is None else f"{d.median_first:g}",
-                percent(d.hazard, 3),
-                NONE if d.excess is None else points(d.excess, 3),
+                # 1 - s^(1 / L) says nothing where no text is identical (s = 0).
+                percent(d.hazard, 3) if d.identical else NONE,
+                NONE if d.excess is None or not d.identical else points(d.excess, 3),
             ))  # fmt: skip
     if not rows:
         return None
@@ -383,7 +384,8 @@ def divergence_section(findings: Findings, show: Show) -> Section | None:
     )  # fmt: skip
     note = (
         "Hazard is the chance per token that a generated text parts from the baseline's; excess is "
-        "the hazard less the control lane's. Texts that part are not yet wrong."
+        "the hazard less the control lane's; there is none where no text is identical. Texts that "
+        "part are not yet wrong."
     )
     table = Table(head, tuple(rows), keys=2, left=2)
     return Section("divergence", "Where generated texts part", (table, note))
