@@ -363,6 +363,8 @@ def _sensitivity(sweep: Sweep, measured: Measured) -> Sensitivity | None:
         full=full.mean,
         control=control.mean,
         mix=_mix(sweep, measured),
+        by_layer={"windows": len(sweep.keys), "length": sweep.length, "parts": list(sweep.parts)},
+        kl_bound=sweep.kl_bound,
     )
 
 

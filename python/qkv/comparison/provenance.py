@@ -178,8 +178,10 @@ def repeat(findings: Findings) -> str:
         arguments.append("chat=True")
     if "rerun_items" in settings:
         arguments.append(f"rerun_items={as_code(settings['rerun_items'])}")
-    if findings.sensitivity:
-        arguments.append("by_layer=True")
+    for found in list(findings.sensitivity.values())[:1]:  # asked alike for every lane
+        arguments.append(f"by_layer={as_code(found.by_layer) if found.by_layer else True}")
+        if found.kl_bound is not None:
+            arguments.append(f"kl_bound={found.kl_bound!r}")
     arguments += [
         f"{name}={as_code(value)}"
         for name, value in settings.items()

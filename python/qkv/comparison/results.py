@@ -200,6 +200,9 @@ class Sensitivity:
     full: float  # KL with every layer in the lower format
     control: float | None
     mix: Mix | None = None
+    #: As compare(by_layer=, kl_bound=) takes them.
+    by_layer: Mapping[str, Any] = field(default_factory=dict)
+    kl_bound: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
