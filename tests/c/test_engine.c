@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "tiny_model.h"
+#include "tiny_engine.h"
 
 enum { MAX_OUTPUT = 128, MAX_SEQS = 64 };
 
@@ -22,27 +22,12 @@ struct outcome {
 
 static struct qkv_engine_options default_options(const char *folder)
 {
-    return (struct qkv_engine_options){
-        .path = folder,
-        .device = "cpu",
-        .n_threads = 1,
-        .n_lanes = 1,
-        .n_layers = TINY_LAYERS,
-        .kv_formats = kv_formats,
-        .kv_tokens = 1024,
-        .max_running = 16,
-        .chunk_tokens = 64,
-        .prefix_cache = true,
-        .offline = true,
-    };
-}
-
-static struct qkv_engine *open_engine(const struct qkv_engine_options *options)
-{
-    struct qkv_error err;
-    struct qkv_engine *engine = NULL;
-    CHECK_OK(qkv_engine_open(&err, options, &engine), err);
-    return engine;
+    struct qkv_engine_options options = tiny_engine_options(folder);
+    options.n_lanes = 1;
+    options.kv_formats = kv_formats;
+    options.kv_tokens = 1024;
+    options.max_running = 16;
+    return options;
 }
 
 /* Prompt i: i + 3 tokens, half of them shared with the others. */

@@ -11,34 +11,10 @@
 #include "dispatch.h"
 #include "quant/codec.h"
 #include "quant/formats.h"
+#include "random_values.h"
 
 static const struct qkv_backend *cpu;
 static struct qkv_error err;
-static uint64_t rng_state = 1;
-
-/* Uniform in [-1, 1). */
-static float random_float(void)
-{
-    rng_state = rng_state * 6364136223846793005u + 1442695040888963407u;
-    return (float)((int32_t)(rng_state >> 32)) * 0x1p-31f;
-}
-
-static void *allocate(size_t n_bytes)
-{
-    void *p = calloc(1, n_bytes == 0 ? 1 : n_bytes);
-    CHECK(p != NULL);
-    return p;
-}
-
-static float *random_floats(size_t n)
-{
-    float *x = allocate(n * sizeof *x);
-    for (size_t i = 0; i < n; i++) {
-        x[i] = random_float();
-    }
-    return x;
-}
-
 static bool in_codes(enum qkv_format format)
 {
     return qkv_format_traits(format)->group != 0 &&

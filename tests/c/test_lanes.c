@@ -4,7 +4,7 @@
 
 #include "check.h"
 #include "engine/engine.h"
-#include "tiny_model.h"
+#include "tiny_engine.h"
 
 enum { N_PROMPT = 100, START = 3, N_FIGURES = N_PROMPT - START, N_PROMPTS = 6, N_LANES = 3 };
 
@@ -30,27 +30,12 @@ static char folder[64];
 
 static struct qkv_engine_options default_options(void)
 {
-    return (struct qkv_engine_options){
-        .path = folder,
-        .device = "cpu",
-        .n_threads = 1,
-        .n_lanes = N_LANES,
-        .n_layers = TINY_LAYERS,
-        .kv_formats = FORMATS,
-        .kv_tokens = 1024,
-        .max_running = 32,
-        .chunk_tokens = 64,
-        .prefix_cache = true,
-        .offline = true,
-    };
-}
-
-static struct qkv_engine *open_engine(const struct qkv_engine_options *options)
-{
-    struct qkv_error err;
-    struct qkv_engine *engine = NULL;
-    CHECK_OK(qkv_engine_open(&err, options, &engine), err);
-    return engine;
+    struct qkv_engine_options options = tiny_engine_options(folder);
+    options.n_lanes = N_LANES;
+    options.kv_formats = FORMATS;
+    options.kv_tokens = 1024;
+    options.max_running = 32;
+    return options;
 }
 
 /* Prompts 0, 2, 4 share half of their tokens, so do 1, 3, 5. */

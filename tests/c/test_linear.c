@@ -16,6 +16,7 @@
 #include "dispatch.h"
 #include "quant/codec.h"
 #include "quant/formats.h"
+#include "random_values.h"
 
 static const double CLASS_SUM = 0x1p-18;
 static const double CLASS_TWO_TERMS = 0x1p-15;
@@ -23,31 +24,6 @@ static const double CLASS_ROUNDED = 0x1p-8;
 
 static const struct qkv_backend *cpu;
 static struct qkv_error err;
-
-static uint64_t rng_state = 1;
-
-/* Uniform in [-1, 1). */
-static float random_float(void)
-{
-    rng_state = rng_state * 6364136223846793005u + 1442695040888963407u;
-    return (float)((int32_t)(rng_state >> 32)) * 0x1p-31f;
-}
-
-static void *allocate(size_t n_bytes)
-{
-    void *p = calloc(1, n_bytes == 0 ? 1 : n_bytes);
-    CHECK(p != NULL);
-    return p;
-}
-
-static float *random_floats(size_t n)
-{
-    float *x = allocate(n * sizeof *x);
-    for (size_t i = 0; i < n; i++) {
-        x[i] = random_float();
-    }
-    return x;
-}
 
 static struct qkv_device *open_device(const char *isa, enum qkv_compute compute, int n_threads)
 {

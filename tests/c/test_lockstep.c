@@ -5,7 +5,7 @@
 #include "check.h"
 #include "engine/engine.h"
 #include "engine/lockstep.h"
-#include "tiny_model.h"
+#include "tiny_engine.h"
 
 enum { N_TOKENS = 101, START = 3, N_FIGURES = N_TOKENS - START, N_LANES = 7 };
 
@@ -36,30 +36,15 @@ static struct figures reference; /* of a group */
 
 static struct qkv_engine_options default_options(void)
 {
-    return (struct qkv_engine_options){
-        .path = folder,
-        .device = "cpu",
-        .n_threads = 1,
-        .n_lanes = N_LANES,
-        .n_layers = TINY_LAYERS,
-        .kv_formats = &FORMATS[0][0][0],
-        .kv_tokens = 256,
-        .kv_scales = &scales[0][0][0],
-        .n_scale_lanes = N_LANES,
-        .n_scale_heads = 1,
-        .max_running = 16,
-        .chunk_tokens = 64,
-        .prefix_cache = true,
-        .offline = true,
-    };
-}
-
-static struct qkv_engine *open_engine(const struct qkv_engine_options *options)
-{
-    struct qkv_error err;
-    struct qkv_engine *engine = NULL;
-    CHECK_OK(qkv_engine_open(&err, options, &engine), err);
-    return engine;
+    struct qkv_engine_options options = tiny_engine_options(folder);
+    options.n_lanes = N_LANES;
+    options.kv_formats = &FORMATS[0][0][0];
+    options.kv_tokens = 256;
+    options.kv_scales = &scales[0][0][0];
+    options.n_scale_lanes = N_LANES;
+    options.n_scale_heads = 1;
+    options.max_running = 16;
+    return options;
 }
 
 static struct qkv_gen_params make_params(int32_t lane)
