@@ -13,7 +13,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import qkv
+from qkv.comparison.runner import timed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,24 +37,12 @@ def seconds(
     engine: qkv.Engine, lanes: Sequence[int], batch: int, context: int, n_out: int
 ) -> tuple[float, float]:
     """Of prefill and of decoding: `batch` sequences in each of these lanes, all at once."""
-    core = engine._core
-    core.flush()
+    engine._core.flush()
     stream = np.random.default_rng(batch)
     prompts = stream.integers(0, engine._vocab, (batch, context)).astype(np.int32)
-    left = {
-        core.add(prompt, lane=lane, max_tokens=n_out, temperature=0.0, ignore_eos=True)
-        for prompt in prompts
-        for lane in lanes
-    }
-    spent = [0.0, 0.0]
-    while left:
-        begun = time.perf_counter()
-        step = core.step()
-        spent[step.n_prefill == 0] += time.perf_counter() - begun
-        for number in step.finished:
-            core.take(number)
-            left.discard(number)
-    return spent[0], spent[1]
+    sequences = [(prompt, lane) for prompt in prompts for lane in lanes]
+    prefill, decode = timed(engine, sequences, n_out)[0]
+    return prefill, decode
 
 
 def main() -> None:

@@ -154,18 +154,16 @@ def compare(
         sensitivity.check(planned, by_layer_)
     say: Say = _say if progress else _silent
     with Journal(resume, planned.header()) as journal:
-        _run(planned, journal, on_finish=on_finish, progress=progress, say=say)
+        _run(planned, journal, on_finish, say)
         if by_layer_ is not None:
             for entry in planned.models:
                 sensitivity.run(planned, entry, journal, by_layer_, say)
         return Comparison(journal.header, journal.records)
 
 
-def _run(
-    planned: Plan, journal: Journal, *, on_finish: Hook | None, progress: bool, say: Say
-) -> None:
+def _run(planned: Plan, journal: Journal, on_finish: Hook | None, say: Say) -> None:
     for entry in planned.models:
-        runner = Runner(planned, entry, journal, on_finish=on_finish, progress=progress, say=say)
+        runner = Runner(planned, entry, journal, on_finish=on_finish, say=say)
         try:
             runner.run()
         finally:

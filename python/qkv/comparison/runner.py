@@ -44,11 +44,10 @@ class Runner:
         journal: Journal,
         *,
         on_finish: Hook | None,
-        progress: bool,
         say: Say,
     ) -> None:
         self.plan, self.entry, self.journal = plan, entry, journal
-        self._on_finish, self._progress, self._say = on_finish, progress, say
+        self._on_finish, self._say = on_finish, say
         self.names = [lane.name for lane in entry.lanes]
         self._engine: Engine | None = None
         self._cut: dict[str, list[Window]] = {}
@@ -377,28 +376,38 @@ class Runner:
 
     def _time_lane(self, lane: int, turn: int, n_seqs: int, length: int) -> tuple[float, float]:
         """Prompt and output tokens per second of one lane."""
-        core, n_out, vocab = self.engine._core, 16, self.engine._vocab
-        core.flush()
+        engine = self.engine
+        engine._core.flush()
         stream = np.random.default_rng(turn)
-        with self.engine._exclusive():
-            open_ids = {
-                core.add(
-                    stream.integers(0, vocab, length).astype(np.int32),
-                    lane=lane, max_tokens=n_out, temperature=0.0, ignore_eos=True,
-                )
-                for _ in range(n_seqs)
-            }  # fmt: skip
-            seconds, rows = [0.0, 0.0], [0, 0]
-            while open_ids:
-                begun = time.perf_counter()
-                step = core.step()
-                decoding = step.n_prefill == 0
-                seconds[decoding] += time.perf_counter() - begun
-                rows[decoding] += step.n_rows
-                for number in step.finished:
-                    core.take(number)
-                    open_ids.discard(number)
+        prompts = [
+            stream.integers(0, engine._vocab, length).astype(np.int32) for _ in range(n_seqs)
+        ]
+        with engine._exclusive():
+            seconds, rows = timed(engine, [(prompt, lane) for prompt in prompts], 16)
         return rows[0] / max(seconds[0], 1e-9), rows[1] / max(seconds[1], 1e-9)
+
+
+def timed(
+    engine: Engine, sequences: Iterable[tuple[NDArray[np.int32], int]], n_out: int
+) -> tuple[list[float], list[int]]:
+    """Seconds and rows of the steps with prompt tokens and of those that only decode; sequences:
+    (prompt, lane), all at once, each with `n_out` output tokens."""
+    core = engine._core
+    left = {
+        core.add(prompt, lane=lane, max_tokens=n_out, temperature=0.0, ignore_eos=True)
+        for prompt, lane in sequences
+    }
+    seconds, rows = [0.0, 0.0], [0, 0]
+    while left:
+        begun = time.perf_counter()
+        step = core.step()
+        decoding = step.n_prefill == 0
+        seconds[decoding] += time.perf_counter() - begun
+        rows[decoding] += step.n_rows
+        for number in step.finished:
+            core.take(number)
+            left.discard(number)
+    return seconds, rows
 
 
 def _pool_tokens(weights_bytes: int, bytes_per_token: int) -> int:
