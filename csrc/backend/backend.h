@@ -25,8 +25,9 @@
 #include "base/status.h"
 #include "kv/kv_formats.h"
 #include "quant/formats.h"
+#include "quant/matrix.h"
 
-enum { QKV_BACKEND_ABI = 1 };
+enum { QKV_BACKEND_ABI = 2 };
 
 struct qkv_device; /* one opened backend: threads, scratch memory, stream */
 struct qkv_buffer; /* zeroed bytes of device memory */
@@ -63,17 +64,6 @@ struct qkv_device_info {
     char isa[32];  /* "avx512bf16" */
     int32_t n_threads;
     uint64_t scratch_bytes; /* held for temporaries now */
-};
-
-/* A weight as the file has it. Rows may be reordered: row i of the weight is file row row_index[i]
- * (llama's q/k permutation in GGUF). */
-struct qkv_weight_desc {
-    const char *name; /* for messages */
-    enum qkv_format format;
-    int64_t n_out;
-    int64_t k_in;        /* a multiple of the format's block */
-    const uint8_t *data; /* [n_out, k_in] in file blocks, row-major; read during the call only */
-    const int32_t *row_index; /* [n_out] or NULL */
 };
 
 enum qkv_rope_style { QKV_ROPE_HALVES, QKV_ROPE_INTERLEAVED };
@@ -256,7 +246,7 @@ struct qkv_backend {
                                 size_t n_bytes);
 
     enum qkv_status (*weight_create)(struct qkv_error *err, struct qkv_device *dev,
-                                     const struct qkv_weight_desc *desc, struct qkv_weight **out);
+                                     const struct qkv_matrix *desc, struct qkv_weight **out);
     void (*weight_destroy)(struct qkv_device *dev, struct qkv_weight *weight);
     size_t (*weight_bytes)(const struct qkv_weight *weight);
 

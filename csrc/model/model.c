@@ -65,12 +65,12 @@ static enum qkv_status load_matrix(struct qkv_error *err, struct loader *loader,
             row_index[i] = unpermuted_row(i, model->config.head_dim);
         }
     }
-    const struct qkv_weight_desc desc = {
+    const struct qkv_matrix desc = {
         .name = tensor->name,
         .format = tensor->format,
         .n_out = tensor->shape[0],
         .k_in = tensor->shape[1],
-        .data = tensor->data,
+        .blocks = tensor->data,
         .row_index = row_index,
     };
     const enum qkv_status status = model->backend->weight_create(err, model->device, &desc, out);

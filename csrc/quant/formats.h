@@ -16,15 +16,24 @@ enum qkv_code {
     QKV_CODE_BF16,     /* bf16 itself */
     QKV_CODE_BF16X2,   /* two bf16 terms, high and low: what F16 and F32 need */
     QKV_CODE_I8,       /* signed byte -128..127 */
+    QKV_CODE_U8,       /* unsigned byte 0..255 */
     QKV_CODE_I4,       /* signed nibble -8..7 */
-    QKV_CODE_U4        /* unsigned nibble 0..15 */
+    QKV_CODE_U4,       /* unsigned nibble 0..15 */
+    QKV_CODE_E4M3,     /* a byte, e4m3 */
+    QKV_CODE_T4,       /* a nibble, index into 16 values that are exact in bf16 */
+    QKV_CODE_T4X2      /* the same of values that need two bf16 terms (NF4) */
 };
 
 /* How a scale or a minimum is kept, per group of elements along K. */
 enum qkv_scale {
     QKV_SCALE_NONE = 0,
-    QKV_SCALE_F16,    /* one f16 per group */
-    QKV_SCALE_F16_SUB /* one f16 per file block, times one int8 per group */
+    QKV_SCALE_F16,     /* one f16 per group */
+    QKV_SCALE_F16_SUB, /* one f16 per file block, times one int8 per group */
+    QKV_SCALE_BF16,
+    QKV_SCALE_F32,
+    QKV_SCALE_E8M0,
+    QKV_SCALE_E4M3, /* not negative */
+    QKV_SCALE_ZERO  /* minima only: a zero point z in an f16; the minimum is -(scale * z) */
 };
 
 struct qkv_format_traits {

@@ -56,7 +56,7 @@ enum qkv_status qkv_cpu_scratch_get(struct qkv_error *err, struct qkv_device *de
 
 /* cpu_weight.c */
 enum qkv_status qkv_cpu_weight_create(struct qkv_error *err, struct qkv_device *dev,
-                                      const struct qkv_weight_desc *desc, struct qkv_weight **out);
+                                      const struct qkv_matrix *desc, struct qkv_weight **out);
 void qkv_cpu_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight);
 size_t qkv_cpu_weight_bytes(const struct qkv_weight *weight);
 /* Whether weights of a format can be multiplied with activations in int8. */

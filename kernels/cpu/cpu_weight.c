@@ -31,6 +31,10 @@ static enum qkv_pack pack_of(const struct qkv_format_traits *traits, enum qkv_co
     case QKV_CODE_U4:
         return QKV_PACK_U4;
     case QKV_CODE_BF16:
+    case QKV_CODE_U8:
+    case QKV_CODE_E4M3:
+    case QKV_CODE_T4:
+    case QKV_CODE_T4X2:
     case QKV_CODE_NONE:
         break;
     }
@@ -69,7 +73,7 @@ static void place_scale(struct qkv_pack_scale *scale, enum qkv_scale kind, size_
 }
 
 /* Everything but `data`. The dimensions were checked. */
-static void plan_layout(const struct qkv_weight_desc *desc, enum qkv_compute compute,
+static void plan_layout(const struct qkv_matrix *desc, enum qkv_compute compute,
                         enum qkv_activations activations, struct qkv_weight *w)
 {
     const struct qkv_format_traits *traits = qkv_format_traits(desc->format);
@@ -109,7 +113,7 @@ uint64_t qkv_cpu_packed_bytes(enum qkv_format format, enum qkv_compute compute, 
         k_in % traits->block_elems != 0) {
         return 0;
     }
-    const struct qkv_weight_desc desc = {.format = format, .n_out = n_out, .k_in = k_in};
+    const struct qkv_matrix desc = {.format = format, .n_out = n_out, .k_in = k_in};
     struct qkv_weight w = {0};
     plan_layout(&desc, compute, QKV_ACTIVATIONS_BF16, &w); /* the byte layout is as large */
     uint64_t n_bytes = 0;
@@ -119,7 +123,7 @@ uint64_t qkv_cpu_packed_bytes(enum qkv_format format, enum qkv_compute compute, 
 /* ---- packing ---- */
 
 struct pack_task {
-    const struct qkv_weight_desc *desc;
+    const struct qkv_matrix *desc;
     const struct qkv_weight *w;
     size_t row_bytes;
 };
@@ -292,7 +296,7 @@ static void pack_panels(void *ctx, size_t begin, size_t end, int thread)
             for (p.column = 0; p.column < n_columns; p.column++) {
                 size_t n = panel * QKV_PANEL + p.column;
                 size_t source = row_index != NULL ? (size_t)row_index[n] : n;
-                p.blocks = task->desc->data + source * task->row_bytes + offset;
+                p.blocks = task->desc->blocks + source * task->row_bytes + offset;
                 for (size_t b = 0; b < ahead; b += 64) {
                     __builtin_prefetch(p.blocks + piece_bytes + b);
                 }
@@ -304,7 +308,7 @@ static void pack_panels(void *ctx, size_t begin, size_t end, int thread)
 
 /* ---- creation ---- */
 
-static enum qkv_status check_desc(struct qkv_error *err, const struct qkv_weight_desc *desc)
+static enum qkv_status check_desc(struct qkv_error *err, const struct qkv_matrix *desc)
 {
     const char *name = desc->name != NULL ? desc->name : "weight";
     const struct qkv_format_traits *traits = qkv_format_traits(desc->format);
@@ -331,7 +335,7 @@ static enum qkv_status check_desc(struct qkv_error *err, const struct qkv_weight
 }
 
 enum qkv_status qkv_cpu_weight_create(struct qkv_error *err, struct qkv_device *dev,
-                                      const struct qkv_weight_desc *desc, struct qkv_weight **out)
+                                      const struct qkv_matrix *desc, struct qkv_weight **out)
 {
     QKV_TRY(check_desc(err, desc));
     void *memory = NULL;

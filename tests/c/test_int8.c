@@ -123,8 +123,8 @@ static struct qkv_buffer *make_buffer(struct qkv_device *dev, const float *data,
 
 static struct qkv_weight *make_weight(struct qkv_device *dev, const struct matrix *m)
 {
-    struct qkv_weight_desc desc = {
-        .name = "w", .format = m->format, .n_out = m->n, .k_in = m->k, .data = m->blocks};
+    struct qkv_matrix desc = {
+        .name = "w", .format = m->format, .n_out = m->n, .k_in = m->k, .blocks = m->blocks};
     struct qkv_weight *weight = NULL;
     CHECK_OK(cpu->weight_create(&err, dev, &desc, &weight), err);
     return weight;

@@ -127,12 +127,12 @@ static void free_matrix(struct matrix *m)
 static struct qkv_weight *make_weight(struct qkv_device *dev, const struct matrix *m,
                                       const int32_t *row_index)
 {
-    struct qkv_weight_desc desc = {
+    struct qkv_matrix desc = {
         .name = "w",
         .format = m->format,
         .n_out = m->n,
         .k_in = m->k,
-        .data = m->blocks,
+        .blocks = m->blocks,
         .row_index = row_index,
     };
     struct qkv_weight *weight = NULL;
@@ -699,7 +699,7 @@ static void test_isa_choice(void)
     CHECK(unsetenv("QKV_ISA") == 0);
 }
 
-static void check_bad_weight(struct qkv_device *dev, struct qkv_weight_desc desc,
+static void check_bad_weight(struct qkv_device *dev, struct qkv_matrix desc,
                              enum qkv_status status, const char *part)
 {
     struct qkv_weight *weight = NULL;
@@ -712,9 +712,9 @@ static void test_bad_weights(void)
     static const uint8_t data[1024];
     static const int32_t row_index[2] = {0, 2};
     struct qkv_device *dev = open_device(NULL, QKV_COMPUTE_BF16, 1);
-    struct qkv_weight_desc good = {
-        .name = "blk.0.w", .format = QKV_FORMAT_Q8_0, .n_out = 2, .k_in = 64, .data = data};
-    struct qkv_weight_desc bad = good;
+    struct qkv_matrix good = {
+        .name = "blk.0.w", .format = QKV_FORMAT_Q8_0, .n_out = 2, .k_in = 64, .blocks = data};
+    struct qkv_matrix bad = good;
     bad.format = QKV_FORMAT_I32;
     check_bad_weight(dev, bad, QKV_ERR_UNSUPPORTED, "blk.0.w: format I32");
     bad = good;
