@@ -147,6 +147,7 @@ isa: $(VENV)/test.stamp
 bench: $(VENV)/core.stamp
 	$(CTESTS) --bench
 	$(BIN)/python tests/bench/bench_lanes.py
+	$(BIN)/python tests/bench/bench_decode.py
 
 # Gemma-3-270M, Qwen2.5-Coder-0.5B and -1.5B (1.9 GB), into the cache folder where the tests look.
 soak-models: $(VENV)/core.stamp

@@ -1,5 +1,5 @@
 /* The machine's limits (limits.h) with 1 and 2 threads, as CSV. The first argument: other numbers
- * of threads, as in "1,4,16". */
+ * of threads, as in "1,4,16"; the second: only the limit of this name. */
 #include "limits.h"
 
 int main(int argc, char **argv)
@@ -8,6 +8,9 @@ int main(int argc, char **argv)
     (void)printf("limit,threads,value,unit\n");
     for (int limit = 0; limit < QKV_LIMIT_COUNT; limit++) {
         const char *rest = counts;
+        if (argc > 2 && strcmp(argv[2], qkv_limits[limit].name) != 0) {
+            continue;
+        }
         while (*rest != '\0') {
             char *end;
             long n = strtol(rest, &end, 10);
