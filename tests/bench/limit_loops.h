@@ -12,7 +12,7 @@
 
 /* The work of one try, in operations. */
 
-enum { QKV_LIMIT_CHAINS = 16, QKV_LIMIT_STEPS = 100000 };
+enum { QKV_LIMIT_CHAINS = 16, QKV_LIMIT_STEPS = 2000000 };
 
 /* `sink` keeps the compiler from dropping the work. */
 static volatile float qkv_limit_sink;

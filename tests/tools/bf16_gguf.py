@@ -1,9 +1,11 @@
 """A GGUF file with every tensor dequantized and rounded to bf16, as transformers' gguf_file= with
-dtype=bfloat16 has the weights: bf16_gguf.py MODEL.gguf OUT.gguf. Metadata are copied as they are
+dtype=bfloat16 has the weights: bf16_gguf.py MODEL.gguf OUT.gguf [Q8_0]. With another format the
+matrices are in that one, the vectors still in bf16. Metadata are copied as they are
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; little-endian, versions 2 and 3)."""
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 from pathlib import Path
@@ -12,7 +14,8 @@ from typing import BinaryIO
 from qkv import _core
 
 ALIGNMENT = 32
-_BF16 = 30
+# Type number, values and bytes of a block.
+_FORMATS = {"BF16": (30, 1, 2), "Q8_0": (8, 32, 34), "Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20)}
 # Bytes of a metadata value, by type; a string (8) and an array (9) say their own length.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
@@ -63,24 +66,23 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def write(source: Path, target: Path) -> None:
+def write(source: Path, target: Path, matrices: str = "BF16") -> None:
     head, tensors = read_head(source)
+    formats = ["BF16" if len(shape) == 1 else matrices for _, shape in tensors]
     offset = 0
-    for name, shape in tensors:
-        n_values = 1
-        for dim in shape:
-            n_values *= dim
+    for (name, shape), format_name in zip(tensors, formats, strict=True):
+        number, block_values, block_bytes = _FORMATS[format_name]
         head += struct.pack("<Q", len(name.encode())) + name.encode()
-        head += struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, _BF16, offset)
-        offset += _aligned(2 * n_values)
+        head += struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, number, offset)
+        offset += _aligned(math.prod(shape) // block_values * block_bytes)
     checkpoint = _core.Checkpoint(str(source))
     with target.open("wb") as file:
         file.write(head.ljust(_aligned(len(head)), b"\0"))
-        for name, _ in tensors:
-            codes = _core.quantize("BF16", checkpoint.dequantize(name).reshape(-1)).tobytes()
+        for (name, _), format_name in zip(tensors, formats, strict=True):
+            codes = _core.quantize(format_name, checkpoint.dequantize(name).reshape(-1)).tobytes()
             file.write(codes.ljust(_aligned(len(codes)), b"\0"))
     checkpoint.close()
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]))
+    write(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

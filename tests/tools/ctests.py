@@ -216,7 +216,8 @@ def main() -> int:
 
     if args.bench:
         programs = build.programs([[p] for p in named("tests/bench", "bench", args.names)], archive)
-        codes = [subprocess.run([str(p)], cwd=ROOT).returncode for p in programs if p is not None]
+        wanted = [] if args.build_only else [str(p) for p in programs if p is not None]
+        codes = [subprocess.run([path], cwd=ROOT).returncode for path in wanted]
         return 1 if build.failed or any(codes) else 0
     if args.fuzz_replay:
         sources = named("tests/fuzz", "fuzz", args.names)
