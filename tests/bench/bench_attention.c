@@ -1,42 +1,53 @@
-/* Speed of attention over each KV format, as CSV: one decoding step of 8 sequences, and writing a chunk
- * of 256 tokens that attend to themselves alone. `relative` is the speed against bf16.
+/* Speed of attention over each KV format at 4,096 tokens of context, as CSV:
+ *   decode   one step of 1 .. 64 sequences
+ *   prefill  the last 512 tokens of one sequence
+ *   store    256 tokens that attend to themselves alone: writing
+ * `relative` is the speed against bf16, `of_read` of bf16 its bytes per second against what reading
+ * huge pages reaches. All formats take turns, figures are medians. A pool holds many more sequences
+ * than a call attends to, and these take turns too, so that nothing is in a cache already.
  *
- *   bench_attention [threads [isa [n_heads n_kv_heads dim context]]] */
+ *   bench_attention [threads [isa [n_heads n_kv_heads dim]]] */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "backend/backend.h"
+#include "limits.h"
 
-enum { N_SEQS = 8, CHUNK = 256, N_REPEATS = 15, PAGE = QKV_PAGE_TOKENS };
+enum { CONTEXT = 4096, PREFILL = 512, STORE = 256, PAGE = QKV_PAGE_TOKENS };
+enum { MAX_SEQS = 64, MAX_ROWS = 512, N_PAGES = CONTEXT / PAGE + 1, MAX_ROUNDS = 101 };
+static const double POOL_BYTES = 256e6; /* of bf16, about: 64 sequences of the smaller shapes */
+static const double SECONDS = 0.8;      /* for a row of figures */
 
 static const enum qkv_kv_format FORMATS[] = {QKV_KV_BF16,  QKV_KV_E4M3,  QKV_KV_E5M2,
                                              QKV_KV_MXFP8, QKV_KV_NVFP4, QKV_KV_FP4_MX16};
 enum { N_FORMATS = sizeof FORMATS / sizeof FORMATS[0] };
+
+struct shape {
+    int32_t n_heads;
+    int32_t n_kv_heads;
+    int32_t dim;
+};
+
+/* SmolLM2-135M, Qwen2.5-0.5B, Llama-3-8B */
+static const struct shape SHAPES[] = {{9, 3, 64}, {14, 2, 64}, {32, 8, 128}};
 
 struct bench {
     const struct qkv_backend *be;
     struct qkv_device *dev;
     struct qkv_buffer *qkv;
     struct qkv_buffer *out;
-    int32_t n_heads;
-    int32_t n_kv_heads;
-    int32_t dim;
-    int32_t context;
-    int32_t n_pages; /* of a sequence */
-    int32_t *pages;  /* [N_SEQS, n_pages], scattered over the pool */
+    struct shape shape;
+    int n_threads;
+    double read_rate; /* GB/s */
+    int32_t n_seqs;   /* that a pool holds */
+    int32_t next_seq; /* the first of the next call */
+    int32_t *pages;   /* [n_seqs, N_PAGES], scattered over the pool */
+    struct qkv_kv *kv[N_FORMATS];
 };
 
 /* With one thread the thread's own time, which other programs on the machine do not add to. */
 static clockid_t bench_clock = CLOCK_THREAD_CPUTIME_ID;
-
-static double now(void)
-{
-    struct timespec t;
-    (void)clock_gettime(bench_clock, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static void try(enum qkv_status status, const struct qkv_error *err)
 {
@@ -46,68 +57,110 @@ static void try(enum qkv_status status, const struct qkv_error *err)
     }
 }
 
-/* n_rows tokens of each sequence from first_pos on. */
-static double attend(const struct bench *b, struct qkv_kv *kv, int32_t n_seqs, int32_t n_rows,
-                     int32_t first_pos, int32_t window)
+/* What a call does: n_rows tokens of each of n_seqs sequences, from first_pos on. */
+struct task {
+    const char *name;
+    int32_t n_seqs;
+    int32_t n_rows;
+    int32_t first_pos;
+    int32_t window;
+};
+
+/* Seconds of one call for sequences from `first` on. */
+static double attend(const struct bench *b, struct qkv_kv *kv, const struct task *task,
+                     int32_t first)
 {
     struct qkv_error err;
-    static int32_t positions[N_SEQS * CHUNK];
-    static int32_t tokens[N_SEQS * CHUNK];
-    struct qkv_batch_seq seqs[N_SEQS];
-    for (int32_t s = 0; s < n_seqs; s++) {
-        seqs[s] = (struct qkv_batch_seq){
-            0, s * n_rows, n_rows, first_pos, b->pages + s * b->n_pages, b->n_pages};
-        for (int32_t i = 0; i < n_rows; i++) {
-            positions[s * n_rows + i] = first_pos + i;
+    static int32_t positions[MAX_ROWS];
+    static int32_t tokens[MAX_ROWS];
+    struct qkv_batch_seq seqs[MAX_SEQS];
+    int32_t n = task->n_rows;
+    for (int32_t s = 0; s < task->n_seqs; s++) {
+        const int32_t *pages = b->pages + (first + s) % b->n_seqs * N_PAGES;
+        seqs[s] = (struct qkv_batch_seq){0, s * n, n, task->first_pos, pages, N_PAGES, 0};
+        for (int32_t i = 0; i < n; i++) {
+            positions[s * n + i] = task->first_pos + i;
         }
     }
-    struct qkv_batch batch = {n_seqs * n_rows, tokens, positions, n_seqs, seqs, &kv, 1};
-    struct qkv_attention args = {
-        .qkv = b->qkv, .out = b->out, .n_heads = b->n_heads, .scale = 0.1f, .window = window};
+    struct qkv_batch batch = {task->n_seqs * n, tokens, positions, task->n_seqs, seqs, &kv, 1};
+    struct qkv_attention args = {.qkv = b->qkv,
+                                 .out = b->out,
+                                 .n_heads = b->shape.n_heads,
+                                 .scale = 0.1f,
+                                 .window = task->window};
     try(b->be->begin(&err, b->dev, &batch), &err);
-    double start = now();
+    double start = qkv_limit_now(bench_clock);
     try(b->be->attention(&err, b->dev, &args), &err);
-    return now() - start;
+    return qkv_limit_now(bench_clock) - start;
 }
 
-static struct qkv_kv *filled_pool(const struct bench *b, enum qkv_kv_format format)
+static int by_value(const void *a, const void *b)
 {
-    struct qkv_error err;
-    struct qkv_kv *kv = NULL;
-    struct qkv_kv_layer layer = {b->n_kv_heads, b->dim, b->dim, format, format};
-    struct qkv_kv_desc desc = {&layer, 1, N_SEQS * b->n_pages};
-    try(b->be->kv_create(&err, b->dev, &desc, &kv), &err);
-    for (int32_t begin = 0; begin < b->context; begin += PAGE) {
-        int32_t n = b->context - begin < PAGE ? b->context - begin : PAGE;
-        (void)attend(b, kv, N_SEQS, n, begin, 1);
-    }
-    return kv;
+    double x = *(const double *)a;
+    double y = *(const double *)b;
+    return (x > y) - (x < y);
 }
 
-static void open_bench(struct bench *b, int argc, char **argv)
+static double median(double *x, int n)
+{
+    qsort(x, (size_t)n, sizeof *x, by_value);
+    return x[n / 2];
+}
+
+static void measure(struct bench *b, const struct task *task)
+{
+    static double seconds[N_FORMATS][MAX_ROUNDS];
+    double start = qkv_limit_now(CLOCK_MONOTONIC);
+    int n = 0;
+    while (n < 5 || (n < MAX_ROUNDS && qkv_limit_now(CLOCK_MONOTONIC) - start < SECONDS)) {
+        for (int f = 0; f < N_FORMATS; f++) {
+            seconds[f][n] = attend(b, b->kv[f], task, b->next_seq);
+        }
+        b->next_seq = (b->next_seq + task->n_seqs) % b->n_seqs;
+        n++;
+    }
+    const struct shape *s = &b->shape;
+    double bytes = 4.0 * task->n_seqs * task->first_pos * s->n_kv_heads * s->dim;
+    double bf16 = 0;
+    for (int f = 0; f < N_FORMATS; f++) {
+        double t = median(seconds[f], n);
+        bf16 = f == 0 ? t : bf16;
+        (void)printf("%s,%d,%s,%d,%d,%d,%.3f,%.2f,", task->name, task->n_seqs,
+                     qkv_kv_format_traits(FORMATS[f])->name, s->n_heads, s->n_kv_heads, s->dim,
+                     1e3 * t, bf16 / t);
+        if (f == 0 && task->n_rows == 1) {
+            (void)printf("%.2f", bytes / t * 1e-9 / b->read_rate);
+        }
+        (void)printf("\n");
+    }
+    (void)fflush(stdout);
+}
+
+static void fill_pool(const struct bench *b, struct qkv_kv *kv)
+{
+    for (int32_t s = 0; s < b->n_seqs; s++) {
+        for (int32_t begin = 0; begin < CONTEXT; begin += MAX_ROWS) {
+            (void)attend(b, kv, &(struct task){"", 1, MAX_ROWS, begin, 1}, s);
+        }
+    }
+}
+
+static void open_shape(struct bench *b, const struct shape *shape)
 {
     struct qkv_error err;
-    struct qkv_device_options options = {.n_threads = argc > 1 ? atoi(argv[1]) : 1,
-                                         .isa = argc > 2 ? argv[2] : NULL};
-    *b = (struct bench){.be = qkv_cpu_backend(),
-                        .n_heads = argc > 6 ? atoi(argv[3]) : 32,
-                        .n_kv_heads = argc > 6 ? atoi(argv[4]) : 8,
-                        .dim = argc > 6 ? atoi(argv[5]) : 128,
-                        .context = argc > 6 ? atoi(argv[6]) : 2000};
-    if (options.n_threads != 1) {
-        bench_clock = CLOCK_MONOTONIC;
-    }
-    try(b->be->open(&err, &options, &b->dev), &err);
-    b->n_pages = b->context / PAGE + 1;
-    b->n_pages = b->n_pages < CHUNK / PAGE ? CHUNK / PAGE : b->n_pages;
-    b->pages = calloc((size_t)(N_SEQS * b->n_pages), sizeof *b->pages);
-    size_t n_floats = (size_t)(CHUNK * (b->n_heads + 2 * b->n_kv_heads)) * (size_t)b->dim;
+    b->shape = *shape;
+    b->next_seq = 0;
+    double seq_bytes = 4.0 * CONTEXT * shape->n_kv_heads * shape->dim;
+    b->n_seqs = (int32_t)fmax(4.0, fmin(MAX_SEQS, POOL_BYTES / seq_bytes));
+    b->pages = calloc((size_t)(b->n_seqs * N_PAGES), sizeof *b->pages);
+    size_t n_floats =
+        (size_t)(MAX_ROWS * (shape->n_heads + 2 * shape->n_kv_heads)) * (size_t)shape->dim;
     float *x = calloc(n_floats, sizeof *x);
     if (b->pages == NULL || x == NULL) {
         exit(1);
     }
-    for (int32_t i = 0; i < N_SEQS * b->n_pages; i++) {
-        b->pages[i] = (int32_t)((int64_t)i * 7919 % (N_SEQS * b->n_pages));
+    for (int32_t i = 0; i < b->n_seqs * N_PAGES; i++) {
+        b->pages[i] = (int32_t)((int64_t)i * 7919 % (b->n_seqs * N_PAGES));
     }
     for (size_t i = 0; i < n_floats; i++) {
         x[i] = 1.5f * sinf(0.37f * (float)(i % 100003));
@@ -116,35 +169,51 @@ static void open_bench(struct bench *b, int argc, char **argv)
     try(b->be->buffer_create(&err, b->dev, n_floats * sizeof *x, &b->out), &err);
     try(b->be->upload(&err, b->dev, b->qkv, 0, x, n_floats * sizeof *x), &err);
     free(x);
+    for (int f = 0; f < N_FORMATS; f++) {
+        struct qkv_kv_layer layer = {shape->n_kv_heads, shape->dim, shape->dim, FORMATS[f],
+                                     FORMATS[f]};
+        struct qkv_kv_desc desc = {&layer, 1, b->n_seqs * N_PAGES};
+        try(b->be->kv_create(&err, b->dev, &desc, &b->kv[f]), &err);
+        fill_pool(b, b->kv[f]);
+    }
+}
+
+static void run_shape(struct bench *b, const struct shape *shape)
+{
+    open_shape(b, shape);
+    for (int32_t n = 1; n <= b->n_seqs; n *= n < 16 ? 2 : 4) {
+        measure(b, &(struct task){"decode", n, 1, CONTEXT, 0});
+    }
+    measure(b, &(struct task){"prefill", 1, PREFILL, CONTEXT - PREFILL, 0});
+    measure(b, &(struct task){"store", 1, STORE, 0, 1});
+    for (int f = 0; f < N_FORMATS; f++) {
+        b->be->kv_destroy(b->dev, b->kv[f]);
+    }
+    b->be->buffer_destroy(b->dev, b->qkv);
+    b->be->buffer_destroy(b->dev, b->out);
+    free(b->pages);
 }
 
 int main(int argc, char **argv)
 {
-    struct bench b;
-    struct qkv_kv *kv[N_FORMATS];
-    double decode[N_FORMATS];
-    double store[N_FORMATS];
-    open_bench(&b, argc, argv);
-    for (int f = 0; f < N_FORMATS; f++) {
-        kv[f] = filled_pool(&b, FORMATS[f]);
-        decode[f] = store[f] = INFINITY;
+    struct qkv_error err;
+    struct bench b = {.be = qkv_cpu_backend(), .n_threads = argc > 1 ? atoi(argv[1]) : 1};
+    struct qkv_device_options options = {.n_threads = b.n_threads,
+                                         .isa = argc > 2 ? argv[2] : NULL};
+    if (b.n_threads != 1) {
+        bench_clock = CLOCK_MONOTONIC;
     }
-    for (int i = 0; i < N_REPEATS; i++) {
-        for (int f = 0; f < N_FORMATS; f++) {
-            decode[f] = fmin(decode[f], attend(&b, kv[f], N_SEQS, 1, b.context, 0));
-            store[f] = fmin(store[f], attend(&b, kv[f], 1, CHUNK, 0, 1));
+    try(b.be->open(&err, &options, &b.dev), &err);
+    b.read_rate = qkv_limit_measure(QKV_LIMIT_READ_HUGE, b.n_threads);
+    (void)printf("task,sequences,format,heads,kv_heads,dim,ms,relative,of_read\n");
+    if (argc > 5) {
+        struct shape shape = {atoi(argv[3]), atoi(argv[4]), atoi(argv[5])};
+        run_shape(&b, &shape);
+    } else {
+        for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++) {
+            run_shape(&b, &SHAPES[i]);
         }
     }
-    (void)printf("format,heads,kv_heads,dim,context,decode_ms,relative,store_ms\n");
-    for (int f = 0; f < N_FORMATS; f++) {
-        (void)printf("%s,%d,%d,%d,%d,%.3f,%.2f,%.3f\n", qkv_kv_format_traits(FORMATS[f])->name,
-                     b.n_heads, b.n_kv_heads, b.dim, b.context, 1e3 * decode[f],
-                     decode[0] / decode[f], 1e3 * store[f]);
-        b.be->kv_destroy(b.dev, kv[f]);
-    }
-    b.be->buffer_destroy(b.dev, b.qkv);
-    b.be->buffer_destroy(b.dev, b.out);
     b.be->close(b.dev);
-    free(b.pages);
     return 0;
 }
