@@ -1,6 +1,6 @@
-/* A matrix as a checkpoint stores it, in whatever layout: where its codes and scales lie, and reading
- * it piece by piece. GGUF blocks, plain floats and all packings of safetensors files are one
- * struct qkv_matrix; what reads one knows nothing of methods and tools.
+/* A matrix as a checkpoint stores it, in whatever layout: where its codes and scales lie, and
+ * reading it piece by piece. GGUF blocks, plain floats and all packings of safetensors files are
+ * one struct qkv_matrix; what reads one knows nothing of methods and tools.
  *
  *   w[n, k] = factor[n] * (scale[n, g] * (code[n, k] - zero[n, g]) + min[n, g])
  *
@@ -19,8 +19,8 @@
 #include "base/status.h"
 #include "quant/formats.h"
 
-/* Where packed codes of `bits` bits lie. Words are 32 bits, all is little-endian, and the first code
- * has the least significant bits unless it says otherwise. */
+/* Where packed codes of `bits` bits lie. Words are 32 bits, all is little-endian, and the first
+ * code has the least significant bits unless it says otherwise. */
 enum qkv_order {
     QKV_ORDER_ROWS,       /* each row a stream of bits along K, padded to `row_bytes` */
     QKV_ORDER_ROWS_HIGH,  /* the same, 4 bits, the first of a byte's two codes in the high nibble */
@@ -86,15 +86,16 @@ struct qkv_matrix {
 
     /* Either file blocks (GGUF, plain floats): row-major, no scales beside them ... */
     enum qkv_format format; /* of the blocks; QKV_FORMAT_COUNT: not blocks */
-    const uint8_t *blocks;
+    const uint8_t *blocks;  /* all of [n_out, k_in]: a tensor's bytes follow from its shape, which
+                               the reader of the file has compared */
     /* ... or codes with what belongs to them. */
     struct qkv_codes codes;
     float table[16]; /* QKV_MEANING_TABLE */
-    int64_t group;   /* elements along K that share a scale; 0: no groups */
-    struct qkv_scales scale;
-    struct qkv_codes zero; /* data NULL: none. [n_out, groups] */
+    int64_t group;   /* elements along K that share a scale; 0: the whole row is one group */
+    struct qkv_scales scale; /* [n_out, groups], as min */
+    struct qkv_codes zero;   /* data NULL: none. [n_out, groups]; integers, as the codes then are */
     struct qkv_scales min;
-    struct qkv_scales factor; /* group_stride 0; group 0 may use it alone (one scale a row) */
+    struct qkv_scales factor; /* [n_out, 1] */
     bool factor_inverted;     /* 1 / factor is meant (compressed-tensors' global scales) */
     const int32_t *k_group;   /* [k_in] GPTQ's g_idx, or NULL */
 
@@ -106,10 +107,11 @@ struct qkv_matrix {
 
 /* What a backend packs. The product with group scales, then
  *   y[n] = row_scale[n] * (...) + bias[n]
- * where the matrix has scales per row. */
+ * where the matrix has scales per row: a factor, or one scale a row without a minimum. BF16 and
+ * BF16X2 are packed from values, which have all scales in them. */
 struct qkv_form {
     enum qkv_code code;
-    int32_t group; /* 0: no group scales */
+    int32_t group; /* 0: no group scales. Else it divides k_in */
     int32_t block; /* elements that share the f16 of F16_SUB; else the group */
     enum qkv_scale scale;
     enum qkv_scale min;
@@ -119,8 +121,8 @@ struct qkv_form {
 
 enum { QKV_PIECE = 256, QKV_PIECE_GROUPS = 16 };
 
-/* Up to 256 elements of a row in the form's terms. Scales and minima are the raw bits of their kind;
- * for F16_SUB the f16 of the *block*, and the group's integer in `sub`. */
+/* Up to 256 elements of a row in the form's terms. Scales and minima, one per group, are the raw
+ * bits of their kind; for F16_SUB the f16 of the group's block, the group's integer in `sub`. */
 struct qkv_piece {
     int8_t code[QKV_PIECE]; /* the integer; U8 and E4M3: the byte; T4: the index */
     uint32_t scale[QKV_PIECE_GROUPS];
@@ -131,20 +133,22 @@ struct qkv_piece {
 
 /* Proves that everything the description names lies inside the bytes it gives, and that the
  * description makes sense: sizes, strides, groups, k_group below the number of groups, row_index.
- * Nothing else checks. QKV_ERR_CHECKPOINT or QKV_ERR_ARGUMENT, naming the matrix. */
+ * Nothing else checks. QKV_ERR_CHECKPOINT, QKV_ERR_ARGUMENT (shape, row_index) or
+ * QKV_ERR_UNSUPPORTED (blocks without a codec), naming the matrix. */
 enum qkv_status qkv_matrix_check(struct qkv_error *err, const struct qkv_matrix *matrix);
 
-/* The form of a checked matrix. Where none fits (groups that are no multiple of 16), it is
- * BF16X2, from dequantized values. */
+/* The form of a checked matrix. Where none fits (groups that no power of two from 16 on divides,
+ * zero points beside minima, e5m2 with scales), it is BF16X2, from dequantized values. Looks at all
+ * e4m3 scales, since one with a sign or NaN makes all of them F32. */
 void qkv_matrix_form(const struct qkv_matrix *matrix, struct qkv_form *out);
 
 /* Order of the columns in the form: column i of the packed matrix is k_order[i] of the stored one
  * (k_group sorted, equal ones in rising order). False where it is the stored order; then k_order,
- * [k_in], is untouched. */
+ * [k_in], is untouched. Of forms with groups: what is packed from values stays as it lies. */
 bool qkv_matrix_k_order(const struct qkv_matrix *matrix, int32_t *k_order);
 
-/* Elements [first, first + n) of row `row` in the form's terms; `first` a multiple of 256, n <= 256.
- * `k_order` as above, or NULL. Forms with integer, E4M3 or table codes. */
+/* Elements [first, first + n) of row `row` in the form's terms; `first` a multiple of 256, n at most
+ * 256. `k_order` as above, or NULL. Forms with integer, E4M3 or table codes. */
 void qkv_matrix_read(const struct qkv_matrix *matrix, const struct qkv_form *form, int64_t row,
                      int64_t first, int64_t n, const int32_t *k_order, struct qkv_piece *out);
 
