@@ -147,7 +147,7 @@ void qkv_matrix_form(const struct qkv_matrix *matrix, struct qkv_form *out);
  * [k_in], is untouched. Of forms with groups: what is packed from values stays as it lies. */
 bool qkv_matrix_k_order(const struct qkv_matrix *matrix, int32_t *k_order);
 
-/* Elements [first, first + n) of row `row` in the form's terms; `first` a multiple of 256, n at most
+/* Elements [first, first + n) of row `row` in the form's terms; `first` a multiple of 256, n up to
  * 256. `k_order` as above, or NULL. Forms with integer, E4M3 or table codes. */
 void qkv_matrix_read(const struct qkv_matrix *matrix, const struct qkv_form *form, int64_t row,
                      int64_t first, int64_t n, const int32_t *k_order, struct qkv_piece *out);
