@@ -33,6 +33,12 @@ static inline void qkv_write_u32(uint8_t *p, uint32_t value)
     qkv_write_u16(p + 2, (uint16_t)(value >> 16));
 }
 
+static inline void qkv_write_u64(uint8_t *p, uint64_t value)
+{
+    qkv_write_u32(p, (uint32_t)value);
+    qkv_write_u32(p + 4, (uint32_t)(value >> 32));
+}
+
 /* pos <= n_bytes always. A read that does not fit returns false and moves nothing. */
 struct qkv_cursor {
     const uint8_t *data;

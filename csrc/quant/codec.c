@@ -17,7 +17,9 @@
 
 enum { K_GROUPS = 8, K_SUB_BYTES = 12 };
 
-static void unpack_lo16(const uint8_t *lo16, int offset, int8_t *code)
+/* The loops below are written so that compilers make vector code of them: loading a model spends
+ * its time here. */
+static void unpack_lo16(const uint8_t *restrict lo16, int offset, int8_t *restrict code)
 {
     for (int i = 0; i < 16; i++) {
         code[i] = (int8_t)((lo16[i] & 15) - offset);
@@ -25,11 +27,24 @@ static void unpack_lo16(const uint8_t *lo16, int offset, int8_t *code)
     }
 }
 
-static void unpack_high(const uint8_t *high, int8_t *code)
+/* Bit i of high[4] becomes 16 in byte i. */
+static void spread_bits(const uint8_t *high, uint8_t *out)
 {
-    uint32_t bits = qkv_read_u32(high);
-    for (int i = 0; i < 32; i++) {
-        code[i] = (int8_t)(code[i] + (int)((bits >> i) & 1) * 16);
+    for (int j = 0; j < 4; j++) {
+        uint64_t own = high[j] * UINT64_C(0x0101010101010101) & UINT64_C(0x8040201008040201);
+        uint64_t top = own + UINT64_C(0x7f7f7f7f7f7f7f7f); /* bit 7 of a byte that is not 0 */
+        qkv_write_u64(out + 8 * j, top >> 3 & UINT64_C(0x1010101010101010));
+    }
+}
+
+static void unpack_5(const uint8_t *high, const uint8_t *restrict lo16, int offset,
+                     int8_t *restrict code)
+{
+    uint8_t bit[32];
+    spread_bits(high, bit);
+    for (int i = 0; i < 16; i++) {
+        code[i] = (int8_t)(((lo16[i] & 15) | bit[i]) - offset);
+        code[i + 16] = (int8_t)((lo16[i] >> 4 | bit[i + 16]) - offset);
     }
 }
 
@@ -64,16 +79,14 @@ static void unpack_q4_1(const uint8_t *block, struct qkv_unpacked *out)
 static void unpack_q5_0(const uint8_t *block, struct qkv_unpacked *out)
 {
     set_scale(out, qkv_read_u16(block));
-    unpack_lo16(block + 6, 16, out->code);
-    unpack_high(block + 2, out->code);
+    unpack_5(block + 2, block + 6, 16, out->code);
 }
 
 static void unpack_q5_1(const uint8_t *block, struct qkv_unpacked *out)
 {
     set_scale(out, qkv_read_u16(block));
     set_min(out, qkv_read_u16(block + 2));
-    unpack_lo16(block + 8, 0, out->code);
-    unpack_high(block + 4, out->code);
+    unpack_5(block + 4, block + 8, 0, out->code);
 }
 
 static void unpack_q8_0(const uint8_t *block, struct qkv_unpacked *out)
@@ -110,11 +123,13 @@ static void unpack_k_header(const uint8_t *block, struct qkv_unpacked *out)
 }
 
 /* Group g of 32 elements sits in bytes 32 * (g / 2) .. + 31 of low, nibble g % 2. */
-static void unpack_k_low(const uint8_t *low, int8_t *code)
+static void unpack_k_low(const uint8_t *restrict low, int8_t *restrict code)
 {
-    for (int i = 0; i < 256; i++) {
-        int g = i / 32;
-        code[i] = (int8_t)((low[32 * (g / 2) + i % 32] >> (4 * (g % 2))) & 15);
+    for (int pair = 0; pair < K_GROUPS / 2; pair++) {
+        for (int l = 0; l < 32; l++) {
+            code[64 * pair + l] = (int8_t)(low[32 * pair + l] & 15);
+            code[64 * pair + 32 + l] = (int8_t)(low[32 * pair + l] >> 4);
+        }
     }
 }
 
@@ -125,27 +140,40 @@ static void unpack_q4_k(const uint8_t *block, struct qkv_unpacked *out)
 }
 
 /* Bit g of high[l] is bit 4 of element l of group g. */
-static void unpack_q5_k(const uint8_t *block, struct qkv_unpacked *out)
+static void add_k_high(const uint8_t *restrict high, int8_t *restrict code)
 {
-    const uint8_t *high = block + 16;
-    unpack_k_header(block, out);
-    unpack_k_low(block + 48, out->code);
-    for (int i = 0; i < 256; i++) {
-        out->code[i] = (int8_t)(out->code[i] + ((high[i % 32] >> (i / 32)) & 1) * 16);
+    for (int g = 0; g < K_GROUPS; g++) {
+        for (int l = 0; l < 32; l++) {
+            code[32 * g + l] = (int8_t)(code[32 * g + l] | (high[l] >> g & 1) << 4);
+        }
     }
 }
 
-/* Each half of 128 elements has 64 bytes of low nibbles (elements 0..63 in the low, 64..127 in the
- * high nibbles) and 32 bytes of high pairs (bits 2q, 2q + 1 for the q-th 32 elements). */
+static void unpack_q5_k(const uint8_t *block, struct qkv_unpacked *out)
+{
+    unpack_k_header(block, out);
+    unpack_k_low(block + 48, out->code);
+    add_k_high(block + 16, out->code);
+}
+
+/* A half of 128 elements: 64 bytes of low nibbles (elements 0..63 in the low, 64..127 in the high
+ * nibbles) and 32 bytes of high pairs (bits 2q, 2q + 1 for the q-th 32 elements). */
+static void unpack_q6_half(const uint8_t *restrict low, const uint8_t *restrict high,
+                           int8_t *restrict code)
+{
+    for (int l = 0; l < 32; l++) {
+        int pairs = high[l];
+        code[l] = (int8_t)(((low[l] & 15) | (pairs & 3) << 4) - 32);
+        code[l + 32] = (int8_t)(((low[l + 32] & 15) | (pairs >> 2 & 3) << 4) - 32);
+        code[l + 64] = (int8_t)((low[l] >> 4 | (pairs >> 4 & 3) << 4) - 32);
+        code[l + 96] = (int8_t)((low[l + 32] >> 4 | (pairs >> 6) << 4) - 32);
+    }
+}
+
 static void unpack_q6_k(const uint8_t *block, struct qkv_unpacked *out)
 {
-    for (int i = 0; i < 256; i++) {
-        int half = i / 128;
-        int quarter = i % 128 / 32;
-        int l = i % 32;
-        int low = (block[64 * half + 32 * (quarter % 2) + l] >> (4 * (quarter / 2))) & 15;
-        int high = (block[128 + 32 * half + l] >> (2 * quarter)) & 3;
-        out->code[i] = (int8_t)((low | high << 4) - 32);
+    for (int half = 0; half < 2; half++) {
+        unpack_q6_half(block + 64 * half, block + 128 + 32 * half, out->code + 128 * half);
     }
     out->scale_f16 = qkv_read_u16(block + 208);
     float d = qkv_f16_to_f32(out->scale_f16);

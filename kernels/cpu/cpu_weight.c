@@ -1,4 +1,4 @@
-/* Packing of weights into panels (cpu_weight.h), and the way back for embeddings. */
+/* The layout of packed weights (cpu_weight.h), their creation, and the way back for embeddings. */
 #include "cpu_weight.h"
 
 #include <stdbool.h>
@@ -8,13 +8,7 @@
 #include "base/half.h"
 #include "base/mem.h"
 #include "cpu_device.h"
-#include "quant/codec.h"
-
-/* Bits of a code in a panel, padding to nothing. */
-static const uint8_t code_bits[] = {
-    [QKV_PACK_F32] = 32, [QKV_PACK_BF16] = 16, [QKV_PACK_BF16X2] = 32,
-    [QKV_PACK_I8] = 8,   [QKV_PACK_I4] = 4,    [QKV_PACK_U4] = 4,
-};
+#include "cpu_pack.h"
 
 static enum qkv_pack pack_of(const struct qkv_format_traits *traits, enum qkv_compute compute)
 {
@@ -45,12 +39,6 @@ bool qkv_cpu_takes_int8(const struct qkv_format_traits *traits)
 {
     return traits->code == QKV_CODE_I8 || traits->code == QKV_CODE_I4 ||
            traits->code == QKV_CODE_U4;
-}
-
-/* What the byte layout adds to a code, so that it is not negative. */
-static int byte_offset(enum qkv_pack pack)
-{
-    return pack == QKV_PACK_I8 ? 128 : pack == QKV_PACK_I4 ? 8 : 0;
 }
 
 static size_t place(size_t *end, size_t n_bytes)
@@ -85,7 +73,7 @@ static void plan_layout(const struct qkv_matrix *desc, enum qkv_compute compute,
     w->k_pad = (int32_t)qkv_round_up((size_t)w->k_in, QKV_UNIT);
     w->n_panels = (int32_t)(qkv_round_up((size_t)w->n_out, QKV_PANEL) / QKV_PANEL);
     size_t end = 0;
-    (void)place(&end, (size_t)w->k_pad * QKV_PANEL * code_bits[w->pack] / 8);
+    (void)place(&end, (size_t)w->k_pad * QKV_PANEL * qkv_cpu_code_bits(w->pack) / 8);
     if (w->pack != QKV_PACK_F32 && traits->group != 0) {
         w->group = traits->group;
         w->n_groups = w->k_in / w->group;
@@ -118,192 +106,6 @@ uint64_t qkv_cpu_packed_bytes(enum qkv_format format, enum qkv_compute compute, 
     plan_layout(&desc, compute, QKV_ACTIVATIONS_BF16, &w); /* the byte layout is as large */
     uint64_t n_bytes = 0;
     return qkv_mul_size((uint64_t)w.n_panels, w.panel_bytes, &n_bytes) ? n_bytes : 0;
-}
-
-/* ---- packing ---- */
-
-struct pack_task {
-    const struct qkv_matrix *desc;
-    const struct qkv_weight *w;
-    size_t row_bytes;
-};
-
-/* A piece of one row: elements [first, first + n) of column `column` of a panel. Panels are packed
- * piece by piece, all columns of a piece before the next, because a column's elements lie far
- * apart: 256 elements of all columns stay in the first-level cache. */
-enum { PIECE = QKV_BLOCK_MAX }; /* a multiple of every format's block */
-
-struct piece {
-    const struct qkv_weight *w;
-    const uint8_t *blocks; /* of the file, from element `first` on */
-    uint8_t *panel;
-    size_t column;
-    size_t first;
-    size_t n;
-};
-
-/* Codes of `n` elements (a multiple of 8) from element k on. */
-static void put_codes(enum qkv_pack pack, uint8_t *codes, size_t k, size_t column, size_t n,
-                      const int8_t *code)
-{
-    if (pack == QKV_PACK_I8) {
-        for (size_t i = 0; i < n; i++) {
-            codes[(k + i) * QKV_PANEL + column] = (uint8_t)code[i];
-        }
-        return;
-    }
-    for (size_t i = 0; i < n; i += QKV_UNIT) {
-        uint32_t word = 0;
-        for (size_t j = 0; j < QKV_UNIT; j++) {
-            word |= ((uint32_t)code[i + j] & 15u) << (4 * (j / 2) + 16 * (j % 2));
-        }
-        uint32_t *words = (uint32_t *)(void *)codes;
-        words[(k + i) / QKV_UNIT * QKV_PANEL + column] = word;
-    }
-}
-
-/* The same in the byte layout. */
-static void put_bytes(enum qkv_pack pack, uint8_t *codes, size_t k, size_t column, size_t n,
-                      const int8_t *code)
-{
-    enum { QUAD = 4 };
-    int offset = byte_offset(pack);
-    for (size_t i = 0; i < n; i += QUAD) {
-        size_t quad = (k + i) / QUAD;
-        bool high = pack != QKV_PACK_I8 && quad % 2 == 1;
-        size_t line = pack == QKV_PACK_I8 ? quad : quad / 2;
-        uint8_t *out = codes + (line * QKV_PANEL + column) * QUAD;
-        for (size_t j = 0; j < QUAD; j++) {
-            uint8_t byte = (uint8_t)(code[i + j] + offset);
-            out[j] = high ? (uint8_t)(out[j] | byte << 4) : byte;
-        }
-    }
-}
-
-static void put_scale(const struct qkv_weight *w, const struct qkv_pack_scale *scale,
-                      uint8_t *panel, size_t column, size_t block, uint16_t f16, const int8_t *sub)
-{
-    if (scale->kind == QKV_SCALE_NONE) {
-        return;
-    }
-    uint16_t *halves = (uint16_t *)(void *)(panel + scale->f16_offset);
-    halves[block * QKV_PANEL + column] = f16;
-    if (scale->kind == QKV_SCALE_F16_SUB) {
-        size_t groups = (size_t)1 << w->block_shift;
-        for (size_t g = 0; g < groups; g++) {
-            panel[scale->sub_offset + (block * groups + g) * QKV_PANEL + column] = (uint8_t)sub[g];
-        }
-    }
-}
-
-static void pack_codes(const struct piece *p)
-{
-    const struct qkv_weight *w = p->w;
-    const struct qkv_format_traits *traits = qkv_format_traits(w->format);
-    size_t block_elems = (size_t)traits->block_elems;
-    for (size_t i = 0; i < p->n; i += block_elems) {
-        struct qkv_unpacked u;
-        size_t k = p->first + i;
-        const uint8_t *block = p->blocks + i / block_elems * (size_t)traits->block_bytes;
-        qkv_codec_unpack(w->format, block, &u);
-        if (w->bytes) {
-            put_bytes(w->pack, p->panel, k, p->column, block_elems, u.code);
-        } else {
-            put_codes(w->pack, p->panel, k, p->column, block_elems, u.code);
-        }
-        put_scale(w, &w->scale, p->panel, p->column, k / block_elems, u.scale_f16, u.scale_sub);
-        put_scale(w, &w->min, p->panel, p->column, k / block_elems, u.min_f16, u.min_sub);
-    }
-}
-
-/* value = high + low: to 17 bits of mantissa, exactly for every f16. A finite value's high term is
- * finite; an infinity or NaN is the high term alone. */
-static void split_value(float value, uint16_t *high, uint16_t *low)
-{
-    uint16_t h = qkv_bf16_from_f32(value);
-    uint32_t magnitude = qkv_f32_bits(value) & 0x7fffffffu;
-    if (magnitude >= 0x7f800000u) {
-        *high = h;
-        *low = 0;
-        return;
-    }
-    if ((h & 0x7fffu) == 0x7f80u) { /* cut both terms: rounded up, their sum would be infinite */
-        *high = (uint16_t)(h - 1);
-        *low = (uint16_t)(qkv_f32_bits(value - qkv_bf16_to_f32(*high)) >> 16);
-        return;
-    }
-    *high = h;
-    *low = qkv_bf16_from_f32(value - qkv_bf16_to_f32(h));
-}
-
-static void pack_values(const struct piece *p)
-{
-    float values[PIECE] = {0};
-    /* The format has a codec (checked) and n is a multiple of its block: this cannot fail. */
-    (void)qkv_codec_dequantize(NULL, p->w->format, p->blocks, p->n, values);
-    for (size_t i = 0; i < p->n; i++) {
-        size_t k = p->first + i;
-        if (p->w->pack == QKV_PACK_F32) {
-            ((float *)(void *)p->panel)[k * QKV_PANEL + p->column] = values[i];
-        } else {
-            uint16_t *pair = (uint16_t *)(void *)p->panel + k / 2 * 4 * QKV_PANEL;
-            uint16_t *cell = pair + 2 * p->column + k % 2;
-            split_value(values[i], cell, cell + 2 * QKV_PANEL);
-        }
-    }
-}
-
-static void pack_bf16(const struct piece *p)
-{
-    uint16_t *out = (uint16_t *)(void *)p->panel + 2 * p->column;
-    for (size_t i = 0; i < p->n; i++) {
-        size_t k = p->first + i;
-        uint16_t value;
-        memcpy(&value, p->blocks + 2 * i, sizeof value);
-        out[k / 2 * 2 * QKV_PANEL + k % 2] = value;
-    }
-}
-
-static void pack_piece(const struct piece *p)
-{
-    if (p->w->pack == QKV_PACK_BF16) {
-        pack_bf16(p);
-    } else if (p->w->pack == QKV_PACK_F32 || p->w->pack == QKV_PACK_BF16X2) {
-        pack_values(p);
-    } else {
-        pack_codes(p);
-    }
-}
-
-static void pack_panels(void *ctx, size_t begin, size_t end, int thread)
-{
-    const struct pack_task *task = ctx;
-    const struct qkv_weight *w = task->w;
-    const struct qkv_format_traits *traits = qkv_format_traits(w->format);
-    const int32_t *row_index = task->desc->row_index;
-    size_t k_in = (size_t)w->k_in;
-    size_t piece_bytes = PIECE / (size_t)traits->block_elems * (size_t)traits->block_bytes;
-    (void)thread;
-    for (size_t panel = begin; panel < end; panel++) {
-        size_t n_left = (size_t)w->n_out - panel * QKV_PANEL;
-        size_t n_columns = n_left < QKV_PANEL ? n_left : QKV_PANEL;
-        struct piece p = {.w = w, .panel = w->data + panel * w->panel_bytes};
-        for (p.first = 0; p.first < k_in; p.first += PIECE) {
-            p.n = k_in - p.first < PIECE ? k_in - p.first : PIECE;
-            size_t offset = p.first / PIECE * piece_bytes;
-            /* A piece is too short a stream for the processor to fetch ahead by itself. */
-            size_t ahead = p.first + 2 * PIECE <= k_in ? piece_bytes : 0;
-            for (p.column = 0; p.column < n_columns; p.column++) {
-                size_t n = panel * QKV_PANEL + p.column;
-                size_t source = row_index != NULL ? (size_t)row_index[n] : n;
-                p.blocks = task->desc->blocks + source * task->row_bytes + offset;
-                for (size_t b = 0; b < ahead; b += 64) {
-                    __builtin_prefetch(p.blocks + piece_bytes + b);
-                }
-                pack_piece(&p);
-            }
-        }
-    }
 }
 
 /* ---- creation ---- */
@@ -356,13 +158,8 @@ enum qkv_status qkv_cpu_weight_create(struct qkv_error *err, struct qkv_device *
     }
     w->data = block;
     w->n_bytes = (size_t)n_bytes;
-    const struct qkv_format_traits *traits = qkv_format_traits(w->format);
-    struct pack_task task = {
-        .desc = desc,
-        .w = w,
-        .row_bytes = (size_t)(w->k_in / traits->block_elems) * (size_t)traits->block_bytes,
-    };
-    status = qkv_threads_run(err, dev->threads, (size_t)w->n_panels, pack_panels, &task);
+    struct qkv_pack_task task = {.desc = desc, .w = w};
+    status = qkv_threads_run(err, dev->threads, (size_t)w->n_panels, qkv_cpu_pack_panels, &task);
     if (status != QKV_OK) {
         goto out;
     }
@@ -407,7 +204,7 @@ static float get_byte(enum qkv_pack pack, const uint8_t *codes, size_t k, size_t
     int code = pack == QKV_PACK_I8
                    ? codes[(quad * QKV_PANEL + column) * 4 + k % 4]
                    : codes[(quad / 2 * QKV_PANEL + column) * 4 + k % 4] >> (quad % 2 * 4) & 15;
-    return (float)(code - byte_offset(pack));
+    return (float)(code - qkv_cpu_byte_offset(pack));
 }
 
 static float get_scale(const struct qkv_weight *w, const struct qkv_pack_scale *scale,

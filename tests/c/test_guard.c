@@ -106,10 +106,10 @@ static struct qkv_weight *filled_weight(const struct qkv_backend *be, struct qkv
         values[i] = step * (float)((i * 17 + 3) % 23) - 11 * step;
     }
     struct qkv_matrix desc = {.name = "w",
-                                   .format = QKV_FORMAT_F32,
-                                   .n_out = n,
-                                   .k_in = k,
-                                   .blocks = (const uint8_t *)values};
+                              .format = QKV_FORMAT_F32,
+                              .n_out = n,
+                              .k_in = k,
+                              .blocks = (const uint8_t *)values};
     struct qkv_weight *weight = NULL;
     CHECK_OK(be->weight_create(&err, dev, &desc, &weight), err);
     return weight;

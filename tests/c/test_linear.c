@@ -699,8 +699,8 @@ static void test_isa_choice(void)
     CHECK(unsetenv("QKV_ISA") == 0);
 }
 
-static void check_bad_weight(struct qkv_device *dev, struct qkv_matrix desc,
-                             enum qkv_status status, const char *part)
+static void check_bad_weight(struct qkv_device *dev, struct qkv_matrix desc, enum qkv_status status,
+                             const char *part)
 {
     struct qkv_weight *weight = NULL;
     CHECK_ERROR(cpu->weight_create(&err, dev, &desc, &weight), err, status, part);

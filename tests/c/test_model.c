@@ -103,8 +103,7 @@ static enum qkv_status fake_upload(struct qkv_error *err, struct qkv_device *dev
 }
 
 static enum qkv_status fake_weight_create(struct qkv_error *err, struct qkv_device *dev,
-                                          const struct qkv_matrix *desc,
-                                          struct qkv_weight **out)
+                                          const struct qkv_matrix *desc, struct qkv_weight **out)
 {
     void *object = NULL;
     QKV_TRY(create(err, dev, sizeof **out, &object));

@@ -1,0 +1,25 @@
+/* Packing: rows of a file into the panels of cpu_weight.h. */
+#ifndef QKV_CPU_CPU_PACK_H
+#define QKV_CPU_CPU_PACK_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "backend/backend.h"
+#include "cpu_weight.h"
+
+struct qkv_pack_task {
+    const struct qkv_matrix *desc; /* checked */
+    const struct qkv_weight *w;    /* laid out; its data are zero */
+};
+
+/* Bits of a code in a panel, padding to nothing. */
+size_t qkv_cpu_code_bits(enum qkv_pack pack);
+
+/* What the byte layout adds to a code, so that it is not negative. */
+int qkv_cpu_byte_offset(enum qkv_pack pack);
+
+/* Panels [begin, end): a qkv_task over a struct qkv_pack_task. */
+void qkv_cpu_pack_panels(void *ctx, size_t begin, size_t end, int thread);
+
+#endif

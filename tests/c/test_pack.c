@@ -1,0 +1,219 @@
+/* Packed weights, byte for byte: panels against what cpu_weight.h says of them, filled element by
+ * element from the codec. Every format with a codec, in every arithmetic, odd sizes included. */
+#include <stdbool.h>
+
+#include "backend/backend.h"
+#include "base/half.h"
+#include "check.h"
+#include "cpu_weight.h"
+#include "dispatch.h"
+#include "quant/codec.h"
+#include "quant/formats.h"
+#include "random_values.h"
+
+static struct qkv_error err;
+
+struct matrix {
+    enum qkv_format format;
+    int32_t n;
+    int32_t k;
+    size_t row_bytes;
+    uint8_t *blocks;
+    int32_t *row_index;
+};
+
+/* Any bytes are blocks of any format. */
+static struct matrix random_matrix(enum qkv_format format, int32_t n, int32_t k)
+{
+    const struct qkv_format_traits *traits = qkv_format_traits(format);
+    struct matrix m = {.format = format, .n = n, .k = k};
+    m.row_bytes = (size_t)(k / traits->block_elems) * (size_t)traits->block_bytes;
+    m.blocks = allocate((size_t)n * m.row_bytes);
+    m.row_index = allocate((size_t)n * sizeof *m.row_index);
+    for (size_t i = 0; i < (size_t)n * m.row_bytes; i++) {
+        (void)random_float();
+        m.blocks[i] = (uint8_t)(rng_state >> 40);
+    }
+    for (int32_t i = 0; i < n; i++) {
+        m.row_index[i] = n - 1 - i;
+    }
+    return m;
+}
+
+static void free_matrix(struct matrix *m)
+{
+    free(m->blocks);
+    free(m->row_index);
+}
+
+/* ---- the layout, said once more ---- */
+
+static void put_u16(uint8_t *at, uint16_t value)
+{
+    memcpy(at, &value, sizeof value);
+}
+
+static void or_u32(uint8_t *at, uint32_t bits)
+{
+    uint32_t word;
+    memcpy(&word, at, sizeof word);
+    word |= bits;
+    memcpy(at, &word, sizeof word);
+}
+
+static void expect_code(const struct qkv_weight *w, uint8_t *panel, size_t k, size_t c, int code)
+{
+    size_t unit = k / 8;
+    size_t in_unit = k % 8;
+    if (w->pack == QKV_PACK_I8 && w->bytes) {
+        panel[(k / 4 * 32 + c) * 4 + k % 4] = (uint8_t)(code + 128);
+    } else if (w->pack == QKV_PACK_I8) {
+        panel[k * 32 + c] = (uint8_t)code;
+    } else if (w->bytes) {
+        uint32_t nibble = (uint32_t)(code + (w->pack == QKV_PACK_I4 ? 8 : 0));
+        or_u32(panel + (unit * 32 + c) * 4, nibble << (8 * (in_unit % 4) + 4 * (in_unit / 4)));
+    } else {
+        uint32_t nibble = (uint32_t)code & 15u;
+        or_u32(panel + (unit * 32 + c) * 4, nibble << (4 * (in_unit / 2) + 16 * (in_unit % 2)));
+    }
+}
+
+static void expect_scale(const struct qkv_weight *w, const struct qkv_pack_scale *scale,
+                         uint8_t *panel, size_t block, size_t c, uint16_t f16, const int8_t *sub)
+{
+    size_t groups = (size_t)1 << w->block_shift;
+    if (scale->kind == QKV_SCALE_NONE) {
+        return;
+    }
+    put_u16(panel + scale->f16_offset + (block * 32 + c) * 2, f16);
+    for (size_t g = 0; scale->kind == QKV_SCALE_F16_SUB && g < groups; g++) {
+        panel[scale->sub_offset + (block * groups + g) * 32 + c] = (uint8_t)sub[g];
+    }
+}
+
+static void expect_codes(const struct qkv_weight *w, const uint8_t *row, uint8_t *panel, size_t c)
+{
+    const struct qkv_format_traits *traits = qkv_format_traits(w->format);
+    size_t block_elems = (size_t)traits->block_elems;
+    for (size_t block = 0; block < (size_t)w->k_in / block_elems; block++) {
+        struct qkv_unpacked u;
+        qkv_codec_unpack(w->format, row + block * (size_t)traits->block_bytes, &u);
+        for (size_t i = 0; i < block_elems; i++) {
+            expect_code(w, panel, block * block_elems + i, c, u.code[i]);
+        }
+        expect_scale(w, &w->scale, panel, block, c, u.scale_f16, u.scale_sub);
+        expect_scale(w, &w->min, panel, block, c, u.min_f16, u.min_sub);
+    }
+}
+
+static void expect_value(const struct qkv_weight *w, uint8_t *panel, size_t k, size_t c,
+                         const uint8_t *row, float value)
+{
+    uint8_t *pair = panel + k / 2 * 4 * 32 * sizeof(uint16_t);
+    if (w->pack == QKV_PACK_F32) {
+        memcpy(panel + (k * 32 + c) * sizeof value, &value, sizeof value);
+    } else if (w->pack == QKV_PACK_BF16) {
+        memcpy(panel + (k / 2 * 64 + 2 * c + k % 2) * 2, row + 2 * k, 2);
+    } else { /* finite values far from the largest only: see test_linear.c for the others */
+        uint16_t high = qkv_bf16_from_f32(value);
+        put_u16(pair + (2 * c + k % 2) * 2, high);
+        put_u16(pair + (64 + 2 * c + k % 2) * 2, qkv_bf16_from_f32(value - qkv_bf16_to_f32(high)));
+    }
+}
+
+static uint8_t *expected(const struct matrix *m, const struct qkv_weight *w)
+{
+    uint8_t *data = allocate(w->n_bytes);
+    float *values = allocate((size_t)m->k * sizeof *values);
+    for (size_t n = 0; n < (size_t)m->n; n++) {
+        const uint8_t *row = m->blocks + (size_t)m->row_index[n] * m->row_bytes;
+        uint8_t *panel = data + n / 32 * w->panel_bytes;
+        if (w->group != 0) {
+            expect_codes(w, row, panel, n % 32);
+            continue;
+        }
+        CHECK_OK(qkv_codec_dequantize(&err, m->format, row, (size_t)m->k, values), err);
+        for (size_t k = 0; k < (size_t)m->k; k++) {
+            expect_value(w, panel, k, n % 32, row, values[k]);
+        }
+    }
+    free(values);
+    return data;
+}
+
+/* ---- tests ---- */
+
+static void check_matrix(struct qkv_device *dev, const struct matrix *m)
+{
+    const struct qkv_backend *cpu = qkv_cpu_backend();
+    const struct qkv_matrix desc = {
+        .name = "m",
+        .format = m->format,
+        .n_out = m->n,
+        .k_in = m->k,
+        .blocks = m->blocks,
+        .row_index = m->row_index,
+    };
+    struct qkv_weight *w = NULL;
+    CHECK_OK(cpu->weight_create(&err, dev, &desc, &w), err);
+    uint8_t *want = expected(m, w);
+    for (size_t i = 0; i < w->n_bytes; i++) {
+        if (w->data[i] != want[i]) {
+            printf("%s [%d, %d], pack %d%s: byte %zu of %zu is %d, not %d\n",
+                   qkv_format_traits(m->format)->name, m->n, m->k, (int)w->pack,
+                   w->bytes ? " in bytes" : "", i, w->n_bytes, w->data[i], want[i]);
+            CHECK(w->data[i] == want[i]);
+        }
+    }
+    free(want);
+    cpu->weight_destroy(dev, w);
+}
+
+/* Bits of F16 and F32 as any bytes would hold infinities and NaN. */
+static void tame(struct matrix *m)
+{
+    size_t step = m->format == QKV_FORMAT_F32 ? 4 : 2;
+    for (size_t i = step - 1; i < (size_t)m->n * m->row_bytes; i += step) {
+        m->blocks[i] &= 0xbf;
+    }
+}
+
+static void check_formats(enum qkv_compute compute, enum qkv_activations activations)
+{
+    static const int32_t sizes[][2] = {{1, 1},  {3, 7},   {32, 2}, {33, 255},
+                                       {40, 1}, {96, 10}, {5, 9}};
+    struct qkv_device_options options = {
+        .n_threads = 2, .compute = compute, .activations = activations, .isa = "scalar"};
+    struct qkv_device *dev = NULL;
+    CHECK_OK(qkv_cpu_backend()->open(&err, &options, &dev), err);
+    for (int format = 0; format < QKV_FORMAT_COUNT; format++) {
+        const struct qkv_format_traits *traits = qkv_format_traits(format);
+        for (size_t i = 0; traits->code != QKV_CODE_NONE && i < sizeof sizes / sizeof *sizes; i++) {
+            struct matrix m = random_matrix((enum qkv_format)format, sizes[i][0],
+                                            sizes[i][1] * traits->block_elems);
+            if (traits->code == QKV_CODE_BF16X2) {
+                tame(&m);
+            }
+            check_matrix(dev, &m);
+            free_matrix(&m);
+        }
+    }
+    qkv_cpu_backend()->close(dev);
+}
+
+static void test_bf16(void)
+{
+    check_formats(QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16);
+}
+
+static void test_f32(void)
+{
+    check_formats(QKV_COMPUTE_F32, QKV_ACTIVATIONS_BF16);
+}
+
+static void test_byte_layout(void)
+{
+    check_formats(QKV_COMPUTE_BF16, QKV_ACTIVATIONS_INT8);
+}
+
+CHECK_MAIN(test_bf16, test_f32, test_byte_layout)
