@@ -37,9 +37,10 @@ struct qkv_kv;     /* a pool of KV pages over all layers */
 
 enum qkv_compute { QKV_COMPUTE_BF16, QKV_COMPUTE_F32 };
 
-/* What linear multiplies weights in integer codes with. INT8: each row of its input quantized by
- * itself, symmetric, scale amax / 127 over the whole row. Other weights keep bf16. */
-enum qkv_activations { QKV_ACTIVATIONS_BF16, QKV_ACTIVATIONS_INT8 };
+/* What linear multiplies weights with. INT8: with weights in integer codes each row of the input is
+ * quantized by itself, symmetric, scale amax / 127 over the whole row; other weights keep bf16.
+ * CHECKPOINT: the input is quantized as each matrix wants it (qkv_matrix.input). */
+enum qkv_activations { QKV_ACTIVATIONS_BF16, QKV_ACTIVATIONS_INT8, QKV_ACTIVATIONS_CHECKPOINT };
 
 /* Where a backend in host memory takes all device memory from (buffers, weights, ropes, KV pools).
  */
@@ -329,10 +330,9 @@ const struct qkv_backend *qkv_cpu_backend(void);
 /* Its instruction sets, best first, and whether this machine has them; false past the last one. */
 bool qkv_cpu_isa(size_t index, const char **name, bool *usable);
 
-/* Bytes that a weight [n_out, k_in] takes in it, for planning without loading; 0 for a format
- * without a codec and for dimensions that weight_create refuses. */
-uint64_t qkv_cpu_packed_bytes(enum qkv_format format, enum qkv_compute compute, int64_t n_out,
-                              int64_t k_in);
+/* Bytes that a matrix takes in it, for planning without loading: no data are read, only whether
+ * there are any. 0 for a format without a codec and for dimensions that weight_create refuses. */
+uint64_t qkv_cpu_packed_bytes(const struct qkv_matrix *matrix, enum qkv_compute compute);
 
 /* A backend that keeps every buffer of `inner` unreadable outside its own calls, so that a test
  * sees any touch from above as a fault (backend/guard.c). */

@@ -113,7 +113,8 @@ static PyObject *packed_bytes(PyObject *module, PyObject *args)
         return NULL;
     }
     enum qkv_compute compute = float32 ? QKV_COMPUTE_F32 : QKV_COMPUTE_BF16;
-    uint64_t n_bytes = qkv_cpu_packed_bytes(format, compute, n_out, k_in);
+    const struct qkv_matrix matrix = {.name = name, .format = format, .n_out = n_out, .k_in = k_in};
+    uint64_t n_bytes = qkv_cpu_packed_bytes(&matrix, compute);
     if (n_bytes == 0) {
         PyErr_Format(PyExc_ValueError, "%s [%lld, %lld]: no weight of the CPU backend", name, n_out,
                      k_in);

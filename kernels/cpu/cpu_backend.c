@@ -183,7 +183,7 @@ static enum qkv_status device_supports(struct qkv_error *err, const struct qkv_d
                             traits->name);
         }
         if (query->int8 &&
-            (dev->activations != QKV_ACTIVATIONS_INT8 || !qkv_cpu_takes_int8(traits))) {
+            (dev->activations != QKV_ACTIVATIONS_INT8 || !qkv_cpu_takes_int8(traits->code))) {
             return qkv_fail(err, QKV_ERR_UNSUPPORTED, "weight format %s: activations stay in %s",
                             traits->name, dev->compute == QKV_COMPUTE_F32 ? "float32" : "bf16");
         }

@@ -56,11 +56,11 @@ enum qkv_status qkv_cpu_scratch_get(struct qkv_error *err, struct qkv_device *de
 
 /* cpu_weight.c */
 enum qkv_status qkv_cpu_weight_create(struct qkv_error *err, struct qkv_device *dev,
-                                      const struct qkv_matrix *desc, struct qkv_weight **out);
+                                      const struct qkv_matrix *matrix, struct qkv_weight **out);
 void qkv_cpu_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight);
 size_t qkv_cpu_weight_bytes(const struct qkv_weight *weight);
-/* Whether weights of a format can be multiplied with activations in int8. */
-bool qkv_cpu_takes_int8(const struct qkv_format_traits *traits);
+/* Whether weights in such codes can be multiplied with activations in int8. */
+bool qkv_cpu_takes_int8(enum qkv_code code);
 
 /* cpu_linear.c */
 enum qkv_status qkv_cpu_embed(struct qkv_error *err, struct qkv_device *dev,

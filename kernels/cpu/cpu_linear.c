@@ -34,8 +34,9 @@ static enum qkv_status check_floats(struct qkv_error *err, const char *op, const
 struct linear_task {
     const struct qkv_cpu_gemm_ops *ops;
     struct qkv_threads *threads;
-    struct qkv_cpu_pack pack; /* n_rows 0 where no weight takes this form of the input */
-    struct qkv_cpu_pack int8; /* the same */
+    struct qkv_cpu_pack pack;
+    bool bytes; /* the input becomes int8 */
+    bool whole; /* rows are not just packed: ops->pack_row */
     int32_t n_rows;
     float norm_eps;
     int32_t k_blocks;
@@ -80,16 +81,17 @@ static void pack_part(const struct linear_task *task, size_t begin, size_t end)
     }
 }
 
-/* The same items. A thread that has a part of a row makes the whole of it: the scale needs that. */
-static void quantize_part(const struct linear_task *task, size_t begin, size_t end, void *scratch)
+/* The same items. A thread that has a part of a row may make the whole of it: a scale or another
+ * order of K needs that. */
+static void pack_rows_part(const struct linear_task *task, size_t begin, size_t end, void *scratch)
 {
     size_t k_blocks = (size_t)task->k_blocks;
     for (size_t i = begin; i < end;) {
         int32_t row = (int32_t)(i / k_blocks);
         size_t stop = ((size_t)row + 1) * k_blocks < end ? ((size_t)row + 1) * k_blocks : end;
         int32_t first = (int32_t)(i % k_blocks);
-        task->ops->quantize(&task->int8, row, first, first + (int32_t)(stop - i),
-                            norm_scale(task, row), scratch);
+        (task->bytes ? task->ops->quantize : task->ops->pack_row)(
+            &task->pack, row, first, first + (int32_t)(stop - i), norm_scale(task, row), scratch);
         i = stop;
     }
 }
@@ -100,9 +102,8 @@ static void gemm_part(const struct linear_task *task, size_t begin, size_t end, 
         size_t n = (size_t)task->gemm[i].weight->n_panels;
         if (begin < n && begin < end) {
             size_t stop = end < n ? end : n;
-            bool bytes = task->gemm[i].weight->bytes;
-            (bytes ? task->ops->gemm_int8 : task->ops->gemm)(&task->gemm[i], (int32_t)begin,
-                                                             (int32_t)stop, scratch);
+            (task->bytes ? task->ops->gemm_int8 : task->ops->gemm)(&task->gemm[i], (int32_t)begin,
+                                                                   (int32_t)stop, scratch);
         }
         begin = begin < n ? 0 : begin - n;
         end = end < n ? 0 : end - n;
@@ -119,11 +120,10 @@ static void linear_thread(void *ctx, size_t begin, size_t end, int thread)
     size_t items = (size_t)task->n_rows * (size_t)task->k_blocks;
     size_t first = part(items, n_threads, thread);
     size_t last = part(items, n_threads, thread + 1);
-    if (task->pack.n_rows != 0) {
+    if (task->bytes || task->whole) {
+        pack_rows_part(task, first, last, scratch);
+    } else {
         pack_part(task, first, last);
-    }
-    if (task->int8.n_rows != 0) {
-        quantize_part(task, first, last, scratch);
     }
     qkv_threads_barrier(task->threads);
     gemm_part(task, part(task->n_panels, n_threads, thread),
@@ -178,7 +178,7 @@ static void *sums_of(struct qkv_cpu_pack *pack, int32_t group, bool codes, float
         pack->sums[s] = codes ? NULL : *free_sums;
         pack->code_sums[s] = codes ? (int32_t *)(void *)*free_sums : NULL;
         pack->n_sums++;
-        *free_sums += (size_t)pack->n_rows * (size_t)(pack->k / group);
+        *free_sums += (size_t)pack->n_rows * (size_t)qkv_cpu_groups(pack->k, group);
     }
     return codes ? (void *)pack->code_sums[s] : (void *)pack->sums[s];
 }
@@ -188,7 +188,23 @@ static bool needs_sums(const struct qkv_weight *w)
     return w->bytes || w->min.kind != QKV_SCALE_NONE;
 }
 
-static void describe_gemms(struct linear_task *task, const struct qkv_linear *args, float *sums)
+/* Whether two weights want the same of their input. */
+static bool same_input(const struct qkv_weight *a, const struct qkv_weight *b)
+{
+    size_t k = (size_t)a->k_in;
+    if (a->bytes != b->bytes || (a->k_order == NULL) != (b->k_order == NULL) ||
+        (a->k_scale == NULL) != (b->k_scale == NULL)) {
+        return false;
+    }
+    return a->input.quant == b->input.quant && a->input.group == b->input.group &&
+           a->input.power_of_two == b->input.power_of_two && a->input.scale == b->input.scale &&
+           (a->k_order == NULL || memcmp(a->k_order, b->k_order, k * sizeof *a->k_order) == 0) &&
+           (a->k_scale == NULL || memcmp(a->k_scale, b->k_scale, k * sizeof *a->k_scale) == 0);
+}
+
+/* Of the weights from number `first` on, those that want the same input as it. */
+static void describe_gemms(struct linear_task *task, const struct qkv_linear *args, int32_t first,
+                           float *sums)
 {
     size_t n_out = 0;
     for (int32_t i = 0; i < args->n_weights; i++) {
@@ -197,66 +213,66 @@ static void describe_gemms(struct linear_task *task, const struct qkv_linear *ar
     float *y = args->y->data;
     for (int32_t i = 0; i < args->n_weights; i++) {
         const struct qkv_weight *w = args->weight[i];
-        struct qkv_cpu_pack *pack = w->bytes ? &task->int8 : &task->pack;
-        void *own = needs_sums(w) ? sums_of(pack, w->group, w->bytes, &sums) : NULL;
-        task->gemm[i] = (struct qkv_cpu_gemm){
-            .weight = w,
-            .n_rows = args->n_rows,
-            .x = pack->packed,
-            .sums = w->bytes ? NULL : own,
-            .code_sums = w->bytes ? own : NULL,
-            .x_scale = pack->x_scale,
-            .y = y,
-            .y_stride = n_out,
-            .bias = args->bias[i] != NULL ? args->bias[i]->data : NULL,
-            .add = args->epilogue == QKV_EPILOGUE_ADD,
-            .softcap = args->softcap,
-        };
+        if (i >= first && same_input(w, args->weight[first])) {
+            void *own = needs_sums(w) ? sums_of(&task->pack, w->group, w->bytes, &sums) : NULL;
+            task->gemm[task->n_weights++] = (struct qkv_cpu_gemm){
+                .weight = w,
+                .n_rows = args->n_rows,
+                .x = task->pack.packed,
+                .sums = w->bytes ? NULL : own,
+                .code_sums = w->bytes ? own : NULL,
+                .x_scale = task->bytes || task->whole ? task->pack.x_scale : NULL,
+                .y = y,
+                .y_stride = n_out,
+                .bias = args->bias[i] != NULL ? args->bias[i]->data : NULL,
+                .add = args->epilogue == QKV_EPILOGUE_ADD,
+                .softcap = args->softcap,
+            };
+            task->n_panels += (size_t)w->n_panels;
+        }
         y += w->n_out;
-        task->n_panels += (size_t)w->n_panels;
     }
 }
 
-/* Memory for the input in the forms that the weights take. */
+/* Memory for the packed input and its sums. */
 static enum qkv_status place_input(struct qkv_error *err, struct qkv_device *dev,
-                                   const struct qkv_linear *args, struct linear_task *task)
+                                   const struct qkv_linear *args, struct linear_task *task,
+                                   void **sums)
 {
-    size_t cells = (size_t)args->n_rows * (size_t)task->k_blocks;
-    size_t scale_bytes = qkv_round_up((size_t)args->n_rows * sizeof(float), 64);
-    size_t row_bytes = QKV_K_BLOCK * task->ops->cell_bytes + 64;
-    size_t int8_bytes = QKV_K_BLOCK * task->ops->int8_cell_bytes + 64;
-    bool any = false;
-    bool any_int8 = false;
-    for (int32_t i = 0; i < args->n_weights; i++) {
-        any = any || !args->weight[i]->bytes;
-        any_int8 = any_int8 || args->weight[i]->bytes;
-    }
-    size_t n_bytes = (any ? cells * row_bytes : 0) + (any_int8 ? cells * int8_bytes : 0);
+    size_t rows = (size_t)args->n_rows;
+    size_t scale_bytes = qkv_round_up(rows * sizeof(float), 64);
+    size_t cell_bytes = task->bytes ? task->ops->int8_cell_bytes : task->ops->cell_bytes;
+    size_t row_bytes = QKV_K_BLOCK * cell_bytes + 64;
     void *memory = NULL;
-    QKV_TRY(qkv_cpu_scratch_get(err, dev, QKV_SCRATCH_LINEAR_X, n_bytes + scale_bytes, &memory));
-    task->int8 = task->pack;
-    task->int8.round = false;
-    task->int8.x_scale = memory;
-    task->int8.packed = (uint8_t *)memory + scale_bytes;
-    task->pack.packed = (uint8_t *)memory + scale_bytes + (any_int8 ? cells * int8_bytes : 0);
-    task->int8.n_rows = any_int8 ? args->n_rows : 0;
-    task->pack.n_rows = any ? args->n_rows : 0;
-    return QKV_OK;
+    QKV_TRY(qkv_cpu_scratch_get(err, dev, QKV_SCRATCH_LINEAR_X,
+                                rows * (size_t)task->k_blocks * row_bytes + scale_bytes, &memory));
+    task->pack.x_scale = memory;
+    task->pack.packed = (uint8_t *)memory + scale_bytes;
+    size_t n_sums = 0;
+    for (int32_t i = 0; i < args->n_weights; i++) {
+        n_sums += needs_sums(args->weight[i]) ? rows * (size_t)args->weight[i]->n_groups : 0;
+    }
+    if (n_sums == 0) {
+        return QKV_OK;
+    }
+    return qkv_cpu_scratch_get(err, dev, QKV_SCRATCH_LINEAR_SUM, n_sums * sizeof(float), sums);
 }
 
-/* Per thread: what the GEMM wants, and a row of floats where rows are quantized. */
+/* Per thread: what the GEMM wants, and two rows of floats where rows are made whole. */
 static size_t thread_scratch(const struct linear_task *task)
 {
     size_t gemm = task->ops->scratch_bytes(task->n_rows);
-    size_t row = task->int8.n_rows != 0 ? (size_t)task->int8.k * sizeof(float) : 0;
-    return qkv_round_up(gemm > row ? gemm : row, 64);
+    size_t rows = 2 * qkv_round_up((size_t)task->pack.k, 16) * sizeof(float);
+    rows = task->bytes || task->whole ? rows : 0;
+    return qkv_round_up(gemm > rows ? gemm : rows, 64);
 }
 
-enum qkv_status qkv_cpu_linear(struct qkv_error *err, struct qkv_device *dev,
-                               const struct qkv_linear *args)
+/* The weights from number `first` on that want the same input as it. */
+static enum qkv_status run_linear(struct qkv_error *err, struct qkv_device *dev,
+                                  const struct qkv_linear *args, int32_t first)
 {
-    QKV_TRY(check_linear(err, args));
-    int32_t k = args->weight[0]->k_in;
+    const struct qkv_weight *w = args->weight[first];
+    int32_t k = w->k_in;
     bool gated = args->prologue == QKV_PROLOGUE_GATED;
     struct linear_task task = {
         .ops = gemm_ops(dev),
@@ -269,24 +285,19 @@ enum qkv_status qkv_cpu_linear(struct qkv_error *err, struct qkv_device *dev,
                  .prologue = args->prologue,
                  .norm = args->prologue == QKV_PROLOGUE_RMSNORM ? args->norm->data : NULL,
                  .act = args->act,
-                 .round = dev->compute == QKV_COMPUTE_BF16},
+                 .round = dev->compute == QKV_COMPUTE_BF16,
+                 .input = w->input,
+                 .k_scale = w->k_scale,
+                 .k_order = w->k_order},
+        .bytes = w->bytes,
+        .whole = w->input.quant != QKV_INPUT_NONE || w->k_scale != NULL || w->k_order != NULL,
         .n_rows = args->n_rows,
         .norm_eps = args->norm_eps,
         .k_blocks = (int32_t)(((size_t)k + QKV_K_BLOCK - 1) / QKV_K_BLOCK),
-        .n_weights = args->n_weights,
     };
-    QKV_TRY(place_input(err, dev, args, &task));
     void *sums = NULL;
-    size_t n_sums = 0;
-    for (int32_t i = 0; i < args->n_weights; i++) {
-        const struct qkv_weight *w = args->weight[i];
-        n_sums += needs_sums(w) ? (size_t)args->n_rows * (size_t)w->n_groups : 0;
-    }
-    if (n_sums != 0) {
-        QKV_TRY(
-            qkv_cpu_scratch_get(err, dev, QKV_SCRATCH_LINEAR_SUM, n_sums * sizeof(float), &sums));
-    }
-    describe_gemms(&task, args, sums);
+    QKV_TRY(place_input(err, dev, args, &task, &sums));
+    describe_gemms(&task, args, first, sums);
     size_t n_threads = (size_t)qkv_threads_count(dev->threads);
     task.scratch_bytes = thread_scratch(&task);
     void *scratch = NULL;
@@ -294,6 +305,23 @@ enum qkv_status qkv_cpu_linear(struct qkv_error *err, struct qkv_device *dev,
                                 &scratch));
     task.scratch = scratch;
     return qkv_threads_run_all(err, dev->threads, linear_thread, &task);
+}
+
+/* Weights that want different inputs are as many linears over the same x. */
+enum qkv_status qkv_cpu_linear(struct qkv_error *err, struct qkv_device *dev,
+                               const struct qkv_linear *args)
+{
+    QKV_TRY(check_linear(err, args));
+    for (int32_t i = 0; i < args->n_weights; i++) {
+        int32_t before = 0;
+        while (before < i && !same_input(args->weight[before], args->weight[i])) {
+            before++;
+        }
+        if (before == i) {
+            QKV_TRY(run_linear(err, dev, args, i));
+        }
+    }
+    return QKV_OK;
 }
 
 /* ---- embed ---- */

@@ -4,18 +4,21 @@
  * vector code; then the words of the columns are interleaved. */
 #include "cpu_pack.h"
 
+#include <stdbool.h>
 #include <string.h>
 
 #include "base/half.h"
-#include "quant/codec.h"
+#include "base/mem.h"
+#include "quant/formats.h"
 
-enum { PIECE = QKV_BLOCK_MAX }; /* elements; a multiple of every format's block */
+enum { PIECE = QKV_PIECE }; /* elements; a multiple of every format's block */
 
 size_t qkv_cpu_code_bits(enum qkv_pack pack)
 {
     static const uint8_t bits[] = {
-        [QKV_PACK_F32] = 32, [QKV_PACK_BF16] = 16, [QKV_PACK_BF16X2] = 32,
-        [QKV_PACK_I8] = 8,   [QKV_PACK_I4] = 4,    [QKV_PACK_U4] = 4,
+        [QKV_PACK_F32] = 32, [QKV_PACK_BF16] = 16, [QKV_PACK_BF16X2] = 32, [QKV_PACK_I8] = 8,
+        [QKV_PACK_U8] = 8,   [QKV_PACK_E4M3] = 8,  [QKV_PACK_I4] = 4,      [QKV_PACK_U4] = 4,
+        [QKV_PACK_T4] = 4,   [QKV_PACK_T4X2] = 4,
     };
     return bits[pack];
 }
@@ -27,8 +30,8 @@ int qkv_cpu_byte_offset(enum qkv_pack pack)
 
 /* One piece of a panel. */
 struct piece {
+    const struct qkv_pack_task *task;
     const struct qkv_weight *w;
-    const struct qkv_format_traits *traits;
     uint8_t *panel;
     size_t first; /* elements [first, first + n) of each column */
     size_t n;
@@ -84,10 +87,10 @@ static void byte_words(const uint32_t *restrict codes, size_t n, int offset, uin
 
 static void code_words(const struct qkv_weight *w, const int8_t *code, size_t n, uint32_t *out)
 {
-    uint32_t codes[QKV_BLOCK_MAX / 4];
+    uint32_t codes[QKV_PIECE / 4];
     int offset = w->bytes ? qkv_cpu_byte_offset(w->pack) : 0;
     memcpy(codes, code, n);
-    if (w->pack == QKV_PACK_I8) {
+    if (qkv_cpu_code_bits(w->pack) == 8) {
         byte_words(codes, n, offset, out);
     } else if (w->bytes) {
         nibble_byte_words(codes, n, offset, out);
@@ -98,41 +101,52 @@ static void code_words(const struct qkv_weight *w, const int8_t *code, size_t n,
 
 /* ---- one row ---- */
 
-static void put_scale(const struct piece *p, const struct qkv_pack_scale *scale, size_t column,
-                      size_t block, uint16_t f16, const int8_t *sub)
+/* Raw bits of a scale's kind (quant/matrix.h), as a panel keeps them. */
+static void put_bits(uint8_t *lines, enum qkv_scale kind, size_t line, size_t column, uint32_t bits)
+{
+    size_t i = line * QKV_PANEL + column;
+    if (kind == QKV_SCALE_F32) {
+        ((uint32_t *)(void *)lines)[i] = bits;
+    } else if (kind == QKV_SCALE_E8M0 || kind == QKV_SCALE_E4M3) {
+        lines[i] = (uint8_t)bits;
+    } else {
+        ((uint16_t *)(void *)lines)[i] = (uint16_t)bits;
+    }
+}
+
+/* Scales or minima of all groups of the piece. */
+static void put_scales(const struct piece *p, const struct qkv_pack_scale *scale, size_t column,
+                       const uint32_t *bits, const int8_t *sub)
 {
     if (scale->kind == QKV_SCALE_NONE) {
         return;
     }
-    uint16_t *halves = (uint16_t *)(void *)(p->panel + scale->f16_offset);
-    halves[block * QKV_PANEL + column] = f16;
-    if (scale->kind == QKV_SCALE_F16_SUB) {
-        size_t groups = (size_t)1 << p->w->block_shift;
-        uint8_t *out = p->panel + scale->sub_offset + block * groups * QKV_PANEL + column;
-        for (size_t g = 0; g < groups; g++) {
-            out[g * QKV_PANEL] = (uint8_t)sub[g];
-        }
+    size_t group = (size_t)p->w->group;
+    size_t first = p->first / group;
+    size_t n_groups = (p->n + group - 1) / group;
+    size_t shift = scale->kind == QKV_SCALE_F16_SUB ? (size_t)p->w->block_shift : 0;
+    for (size_t g = 0; g < n_groups; g += (size_t)1 << shift) {
+        put_bits(p->panel + scale->offset, scale->kind, (first + g) >> shift, column, bits[g]);
+    }
+    for (size_t g = 0; scale->kind == QKV_SCALE_F16_SUB && g < n_groups; g++) {
+        p->panel[scale->sub_offset + (first + g) * QKV_PANEL + column] = (uint8_t)sub[g];
     }
 }
 
-static void row_of_codes(const struct piece *p, size_t column, const uint8_t *blocks, uint32_t *out)
+static void row_of_codes(const struct piece *p, size_t column, int64_t row, uint32_t *out)
 {
     const struct qkv_weight *w = p->w;
-    size_t block_elems = (size_t)p->traits->block_elems;
-    size_t block_words = block_elems * qkv_cpu_code_bits(w->pack) / 32;
-    for (size_t i = 0; i < p->n / block_elems; i++) {
-        struct qkv_unpacked u;
-        size_t block = p->first / block_elems + i;
-        qkv_codec_unpack(w->format, blocks + i * (size_t)p->traits->block_bytes, &u);
-        code_words(w, u.code, block_elems, out + i * block_words);
-        put_scale(p, &w->scale, column, block, u.scale_f16, u.scale_sub);
-        put_scale(p, &w->min, column, block, u.min_f16, u.min_sub);
-    }
+    struct qkv_piece piece;
+    qkv_matrix_read(p->task->matrix, p->task->form, row, (int64_t)p->first, (int64_t)p->n,
+                    w->k_order, &piece);
+    size_t n = qkv_round_up(p->n, QKV_UNIT);
+    memset(piece.code + p->n, 0, n - p->n);
+    code_words(w, piece.code, n, out);
+    put_scales(p, &w->scale, column, piece.scale, piece.scale_sub);
+    put_scales(p, &w->min, column, piece.min, piece.min_sub);
 }
 
-/* value = high + low: to 17 bits of mantissa, exactly for every f16. A finite value's high term is
- * finite; an infinity or NaN is the high term alone. */
-static void split_value(float value, uint16_t *high, uint16_t *low)
+void qkv_cpu_split_value(float value, uint16_t *high, uint16_t *low)
 {
     uint16_t h = qkv_bf16_from_f32(value);
     uint32_t magnitude = qkv_f32_bits(value) & 0x7fffffffu;
@@ -150,11 +164,10 @@ static void split_value(float value, uint16_t *high, uint16_t *low)
     *low = qkv_bf16_from_f32(value - qkv_bf16_to_f32(h));
 }
 
-static void row_of_values(const struct piece *p, const uint8_t *blocks, uint32_t *out)
+static void row_of_values(const struct piece *p, int64_t row, uint32_t *out)
 {
     float values[PIECE + 1];
-    /* The format has a codec (checked) and n is a multiple of its block: this cannot fail. */
-    (void)qkv_codec_dequantize(NULL, p->w->format, blocks, p->n, values);
+    qkv_matrix_values(p->task->matrix, row, (int64_t)p->first, (int64_t)p->n, values);
     if (p->w->pack == QKV_PACK_F32) {
         memcpy(out, values, p->n * sizeof *values);
         return;
@@ -162,26 +175,35 @@ static void row_of_values(const struct piece *p, const uint8_t *blocks, uint32_t
     values[p->n] = 0.0f; /* K may be odd */
     uint16_t *halves = (uint16_t *)(void *)out;
     for (size_t k = 0; k < p->n; k += 2) {
-        split_value(values[k], &halves[2 * k], &halves[2 * k + 2]);
-        split_value(values[k + 1], &halves[2 * k + 1], &halves[2 * k + 3]);
+        qkv_cpu_split_value(values[k], &halves[2 * k], &halves[2 * k + 2]);
+        qkv_cpu_split_value(values[k + 1], &halves[2 * k + 1], &halves[2 * k + 3]);
     }
 }
 
-static void row_of_bf16(const struct piece *p, const uint8_t *blocks, uint32_t *out)
+static void row_of_bf16(const struct piece *p, int64_t row, const uint8_t *stored, uint32_t *out)
 {
     out[p->n / 2] = 0; /* K may be odd */
-    memcpy(out, blocks, p->n * sizeof(uint16_t));
+    if (p->task->matrix->format == QKV_FORMAT_BF16) {
+        memcpy(out, stored, p->n * sizeof(uint16_t));
+        return;
+    }
+    float values[PIECE];
+    uint16_t *halves = (uint16_t *)(void *)out;
+    qkv_matrix_values(p->task->matrix, row, (int64_t)p->first, (int64_t)p->n, values);
+    for (size_t k = 0; k < p->n; k++) {
+        halves[k] = qkv_bf16_from_f32(values[k]); /* exact */
+    }
 }
 
-static void pack_row(struct piece *p, size_t column, const uint8_t *blocks)
+static void pack_row(struct piece *p, size_t column, int64_t row, const uint8_t *stored)
 {
     uint32_t *out = p->words + column * p->stride;
     if (p->w->pack == QKV_PACK_BF16) {
-        row_of_bf16(p, blocks, out);
+        row_of_bf16(p, row, stored, out);
     } else if (p->w->pack == QKV_PACK_F32 || p->w->pack == QKV_PACK_BF16X2) {
-        row_of_values(p, blocks, out);
+        row_of_values(p, row, out);
     } else {
-        row_of_codes(p, column, blocks, out);
+        row_of_codes(p, column, row, out);
     }
 }
 
@@ -193,6 +215,19 @@ static void interleave_words(const uint32_t *restrict words, size_t stride, size
     for (size_t i = 0; i < n_words; i++) {
         for (size_t c = 0; c < QKV_PANEL; c++) {
             out[i * QKV_PANEL + c] = words[c * stride + i];
+        }
+    }
+}
+
+/* The same by halves of words: two lines of 32 columns from each word. */
+static void interleave_halves(const uint32_t *restrict words, size_t stride, size_t n_words,
+                              uint16_t *restrict out)
+{
+    for (size_t i = 0; i < n_words; i++) {
+        for (size_t j = 0; j < 2; j++) {
+            for (size_t c = 0; c < QKV_PANEL; c++) {
+                out[(2 * i + j) * QKV_PANEL + c] = (uint16_t)(words[c * stride + i] >> 16 * j);
+            }
         }
     }
 }
@@ -217,10 +252,13 @@ static void interleave_bytes(const uint32_t *restrict words, size_t stride, size
 static void interleave(const struct piece *p)
 {
     size_t bits = qkv_cpu_code_bits(p->w->pack);
-    size_t n_words = (p->n * bits + 31) / 32;
+    bool coded = bits <= 8; /* whole units then */
+    size_t n_words = ((coded ? qkv_round_up(p->n, QKV_UNIT) : p->n) * bits + 31) / 32;
     n_words = p->w->pack == QKV_PACK_BF16X2 ? (n_words + 1) / 2 * 2 : n_words;
     uint8_t *out = p->panel + p->first * bits / 8 * QKV_PANEL;
-    if (p->w->pack == QKV_PACK_I8 && !p->w->bytes) {
+    if (p->w->pack == QKV_PACK_E4M3) {
+        interleave_halves(p->words, p->stride, n_words, (uint16_t *)(void *)out);
+    } else if (bits == 8 && !p->w->bytes) {
         interleave_bytes(p->words, p->stride, n_words, out);
     } else {
         interleave_words(p->words, p->stride, n_words, (uint32_t *)(void *)out);
@@ -229,15 +267,30 @@ static void interleave(const struct piece *p)
 
 /* ---- panels ---- */
 
+/* Where a piece of a row begins in the file, and the distance to the next piece; NULL where rows
+ * are no streams. */
+static const uint8_t *stored_piece(const struct qkv_matrix *matrix, int64_t row, size_t first,
+                                   size_t *piece_bytes)
+{
+    int64_t stored_row = matrix->row_index != NULL ? matrix->row_index[row] : row;
+    if (matrix->format == QKV_FORMAT_COUNT) {
+        const struct qkv_codes *codes = &matrix->codes;
+        bool rows = codes->order == QKV_ORDER_ROWS || codes->order == QKV_ORDER_ROWS_HIGH;
+        *piece_bytes = (size_t)(PIECE * codes->bits / 8);
+        return rows && !codes->transposed
+                   ? codes->data + stored_row * codes->row_bytes + first / PIECE * *piece_bytes
+                   : NULL;
+    }
+    const struct qkv_format_traits *traits = qkv_format_traits(matrix->format);
+    size_t row_bytes = (size_t)(matrix->k_in / traits->block_elems) * (size_t)traits->block_bytes;
+    *piece_bytes = (size_t)(PIECE / traits->block_elems) * (size_t)traits->block_bytes;
+    return matrix->blocks + (size_t)stored_row * row_bytes + first / PIECE * *piece_bytes;
+}
+
 static void pack_panel(const struct qkv_pack_task *task, size_t panel, struct piece *p)
 {
     const struct qkv_weight *w = task->w;
-    const int32_t *row_index = task->desc->row_index;
     size_t k_in = (size_t)w->k_in;
-    size_t block_elems = (size_t)p->traits->block_elems;
-    size_t block_bytes = (size_t)p->traits->block_bytes;
-    size_t row_bytes = k_in / block_elems * block_bytes;
-    size_t piece_bytes = PIECE / block_elems * block_bytes;
     size_t n_left = (size_t)w->n_out - panel * QKV_PANEL;
     size_t n_columns = n_left < QKV_PANEL ? n_left : QKV_PANEL;
     p->panel = w->data + panel * w->panel_bytes;
@@ -246,18 +299,27 @@ static void pack_panel(const struct qkv_pack_task *task, size_t panel, struct pi
     for (p->first = 0; p->first < k_in; p->first += PIECE) {
         p->n = k_in - p->first < PIECE ? k_in - p->first : PIECE;
         /* A piece is too short a stream for the processor to fetch ahead by itself. */
-        size_t ahead = p->first + 2 * PIECE <= k_in ? piece_bytes : 0;
+        bool ahead = p->first + 2 * PIECE <= k_in;
         for (size_t c = 0; c < n_columns; c++) {
-            size_t n = panel * QKV_PANEL + c;
-            size_t source = row_index != NULL ? (size_t)row_index[n] : n;
-            const uint8_t *blocks =
-                task->desc->blocks + source * row_bytes + p->first / PIECE * piece_bytes;
-            for (size_t b = 0; b < ahead; b += 64) {
-                __builtin_prefetch(blocks + piece_bytes + b);
+            int64_t row = (int64_t)(panel * QKV_PANEL + c);
+            size_t piece_bytes = 0;
+            const uint8_t *stored = stored_piece(task->matrix, row, p->first, &piece_bytes);
+            for (size_t b = 0; ahead && stored != NULL && b < piece_bytes; b += 64) {
+                __builtin_prefetch(stored + piece_bytes + b);
             }
-            pack_row(p, c, blocks);
+            pack_row(p, c, row, stored);
         }
         interleave(p);
+    }
+}
+
+/* Scales per row; 1 for the columns that pad the last panel. */
+static void put_row_scales(const struct qkv_pack_task *task, size_t panel)
+{
+    const struct qkv_weight *w = task->w;
+    for (size_t n = panel * QKV_PANEL; n < (panel + 1) * QKV_PANEL; n++) {
+        w->row_scale[n] =
+            n < (size_t)w->n_out ? qkv_matrix_row_scale(task->matrix, (int64_t)n) : 1.0f;
     }
 }
 
@@ -265,11 +327,14 @@ void qkv_cpu_pack_panels(void *ctx, size_t begin, size_t end, int thread)
 {
     const struct qkv_pack_task *task = ctx;
     struct piece p;
+    p.task = task;
     p.w = task->w;
-    p.traits = qkv_format_traits(task->w->format);
     p.stride = PIECE * qkv_cpu_code_bits(task->w->pack) / 32 + 1;
     (void)thread;
     for (size_t panel = begin; panel < end; panel++) {
         pack_panel(task, panel, &p);
+        if (task->w->row_scale != NULL) {
+            put_row_scales(task, panel);
+        }
     }
 }

@@ -7,10 +7,12 @@
 
 #include "backend/backend.h"
 #include "cpu_weight.h"
+#include "quant/matrix.h"
 
 struct qkv_pack_task {
-    const struct qkv_matrix *desc; /* checked */
-    const struct qkv_weight *w;    /* laid out; its data are zero */
+    const struct qkv_matrix *matrix; /* checked */
+    const struct qkv_form *form;
+    const struct qkv_weight *w; /* laid out; its data are zero */
 };
 
 /* Bits of a code in a panel, padding to nothing. */
@@ -18,6 +20,10 @@ size_t qkv_cpu_code_bits(enum qkv_pack pack);
 
 /* What the byte layout adds to a code, so that it is not negative. */
 int qkv_cpu_byte_offset(enum qkv_pack pack);
+
+/* value = high + low: to 17 bits of mantissa, exactly for every f16. A finite value's high term is
+ * finite; an infinity or NaN is the high term alone. */
+void qkv_cpu_split_value(float value, uint16_t *high, uint16_t *low);
 
 /* Panels [begin, end): a qkv_task over a struct qkv_pack_task. */
 void qkv_cpu_pack_panels(void *ctx, size_t begin, size_t end, int thread);

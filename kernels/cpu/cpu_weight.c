@@ -9,36 +9,23 @@
 #include "base/mem.h"
 #include "cpu_device.h"
 #include "cpu_pack.h"
+#include "quant/matrix.h"
 
-static enum qkv_pack pack_of(const struct qkv_format_traits *traits, enum qkv_compute compute)
+static enum qkv_pack pack_of(enum qkv_code code, enum qkv_compute compute)
 {
-    if (compute == QKV_COMPUTE_F32) {
-        return QKV_PACK_F32;
-    }
-    switch (traits->code) {
-    case QKV_CODE_BF16X2:
-        return QKV_PACK_BF16X2;
-    case QKV_CODE_I8:
-        return QKV_PACK_I8;
-    case QKV_CODE_I4:
-        return QKV_PACK_I4;
-    case QKV_CODE_U4:
-        return QKV_PACK_U4;
-    case QKV_CODE_BF16:
-    case QKV_CODE_U8:
-    case QKV_CODE_E4M3:
-    case QKV_CODE_T4:
-    case QKV_CODE_T4X2:
-    case QKV_CODE_NONE:
-        break;
-    }
-    return QKV_PACK_BF16;
+    static const uint8_t packs[] = {
+        [QKV_CODE_BF16] = QKV_PACK_BF16, [QKV_CODE_BF16X2] = QKV_PACK_BF16X2,
+        [QKV_CODE_I8] = QKV_PACK_I8,     [QKV_CODE_U8] = QKV_PACK_U8,
+        [QKV_CODE_I4] = QKV_PACK_I4,     [QKV_CODE_U4] = QKV_PACK_U4,
+        [QKV_CODE_E4M3] = QKV_PACK_E4M3, [QKV_CODE_T4] = QKV_PACK_T4,
+        [QKV_CODE_T4X2] = QKV_PACK_T4X2,
+    };
+    return compute == QKV_COMPUTE_F32 ? QKV_PACK_F32 : (enum qkv_pack)packs[code];
 }
 
-bool qkv_cpu_takes_int8(const struct qkv_format_traits *traits)
+bool qkv_cpu_takes_int8(enum qkv_code code)
 {
-    return traits->code == QKV_CODE_I8 || traits->code == QKV_CODE_I4 ||
-           traits->code == QKV_CODE_U4;
+    return code == QKV_CODE_I8 || code == QKV_CODE_U8 || code == QKV_CODE_I4 || code == QKV_CODE_U4;
 }
 
 static size_t place(size_t *end, size_t n_bytes)
@@ -51,40 +38,109 @@ static size_t place(size_t *end, size_t n_bytes)
 static void place_scale(struct qkv_pack_scale *scale, enum qkv_scale kind, size_t n_groups,
                         size_t n_blocks, size_t *end)
 {
+    static const uint8_t bytes[] = {
+        [QKV_SCALE_F16] = 2,  [QKV_SCALE_BF16] = 2, [QKV_SCALE_F32] = 4,
+        [QKV_SCALE_E8M0] = 1, [QKV_SCALE_E4M3] = 1, [QKV_SCALE_ZERO] = 2,
+    };
     scale->kind = kind;
-    if (kind == QKV_SCALE_F16) {
-        scale->f16_offset = place(end, n_groups * QKV_PANEL * sizeof(uint16_t));
-    } else if (kind == QKV_SCALE_F16_SUB) {
-        scale->f16_offset = place(end, n_blocks * QKV_PANEL * sizeof(uint16_t));
+    if (kind == QKV_SCALE_F16_SUB) {
+        scale->offset = place(end, n_blocks * QKV_PANEL * sizeof(uint16_t));
         scale->sub_offset = place(end, n_groups * QKV_PANEL);
+    } else if (kind != QKV_SCALE_NONE) {
+        scale->offset = place(end, n_groups * QKV_PANEL * bytes[kind]);
     }
 }
 
-/* Everything but `data`. The dimensions were checked. */
-static void plan_layout(const struct qkv_matrix *desc, enum qkv_compute compute,
-                        enum qkv_activations activations, struct qkv_weight *w)
+static void plan_groups(const struct qkv_form *form, struct qkv_weight *w, size_t *end)
 {
-    const struct qkv_format_traits *traits = qkv_format_traits(desc->format);
-    w->format = desc->format;
-    w->pack = pack_of(traits, compute);
-    w->bytes = activations == QKV_ACTIVATIONS_INT8 && qkv_cpu_takes_int8(traits);
-    w->n_out = (int32_t)desc->n_out;
-    w->k_in = (int32_t)desc->k_in;
+    int32_t block = form->block != 0 ? form->block : form->group;
+    w->group = form->group;
+    if (w->bytes && form->group == 0) {
+        w->group = QKV_K_BLOCK; /* one product sum of int8 stays exact in fp32 */
+    }
+    if (w->pack == QKV_PACK_F32 || w->group == 0) {
+        w->group = 0;
+        return;
+    }
+    w->n_groups = qkv_cpu_groups(w->k_in, w->group);
+    if (form->group == 0) {
+        return;
+    }
+    while (w->group << w->block_shift < block) {
+        w->block_shift++;
+    }
+    size_t n_blocks = (size_t)qkv_cpu_groups(w->k_in, block);
+    place_scale(&w->scale, form->scale, (size_t)w->n_groups, n_blocks, end);
+    place_scale(&w->min, form->min, (size_t)w->n_groups, n_blocks, end);
+}
+
+/* What comes after the panels; `where` NULL: only how much. */
+static size_t place_rest(const struct qkv_matrix *matrix, const struct qkv_form *form, bool ordered,
+                         size_t end, struct qkv_weight *w)
+{
+    bool of_values = qkv_cpu_code_bits(w->pack) > 8; /* they have it in them */
+    if (form->row_scale && !of_values) {
+        size_t offset = place(&end, (size_t)w->n_panels * QKV_PANEL * sizeof(float));
+        w->row_scale = w->data != NULL ? (float *)(void *)(w->data + offset) : NULL;
+    }
+    if (ordered) {
+        size_t offset = place(&end, (size_t)w->k_in * sizeof(int32_t));
+        w->k_order = w->data != NULL ? (int32_t *)(void *)(w->data + offset) : NULL;
+    }
+    if (matrix->k_scale != NULL) {
+        size_t offset = place(&end, (size_t)w->k_in * sizeof(float));
+        w->k_scale = w->data != NULL ? (float *)(void *)(w->data + offset) : NULL;
+    }
+    return end;
+}
+
+/* How the input is quantized: as the device was told, or as the checkpoint wants it. */
+static struct qkv_input plan_input(const struct qkv_matrix *matrix, enum qkv_code code,
+                                   enum qkv_activations activations)
+{
+    struct qkv_input input = {.quant = QKV_INPUT_NONE};
+    if (activations == QKV_ACTIVATIONS_CHECKPOINT) {
+        input = matrix->input;
+    } else if (activations == QKV_ACTIVATIONS_INT8 && qkv_cpu_takes_int8(code)) {
+        input.quant = QKV_INPUT_INT8;
+    }
+    return input;
+}
+
+static void plan_table(const struct qkv_form *form, struct qkv_weight *w)
+{
+    memcpy(w->table, form->table, sizeof w->table);
+    for (int i = 0; i < 16; i++) {
+        qkv_cpu_split_value(form->table[i], &w->table_high[i], &w->table_low[i]);
+        w->table_high[16 + i] = w->table_high[i];
+        w->table_low[16 + i] = w->table_low[i];
+    }
+}
+
+/* Everything but `data` and what lies in it. The dimensions were checked. */
+static void plan_layout(const struct qkv_matrix *matrix, const struct qkv_form *form,
+                        enum qkv_compute compute, enum qkv_activations activations,
+                        struct qkv_weight *w)
+{
+    w->pack = pack_of(form->code, compute);
+    w->input = plan_input(matrix, form->code, activations);
+    w->bytes = w->input.quant == QKV_INPUT_INT8 && compute == QKV_COMPUTE_BF16 &&
+               qkv_cpu_takes_int8(form->code);
+    w->n_out = (int32_t)matrix->n_out;
+    w->k_in = (int32_t)matrix->k_in;
     w->k_pad = (int32_t)qkv_round_up((size_t)w->k_in, QKV_UNIT);
     w->n_panels = (int32_t)(qkv_round_up((size_t)w->n_out, QKV_PANEL) / QKV_PANEL);
     size_t end = 0;
     (void)place(&end, (size_t)w->k_pad * QKV_PANEL * qkv_cpu_code_bits(w->pack) / 8);
-    if (w->pack != QKV_PACK_F32 && traits->group != 0) {
-        w->group = traits->group;
-        w->n_groups = w->k_in / w->group;
-        size_t n_blocks = (size_t)(w->k_in / traits->block_elems);
-        while (w->group << w->block_shift < traits->block_elems) {
-            w->block_shift++;
-        }
-        place_scale(&w->scale, traits->scale, (size_t)w->n_groups, n_blocks, &end);
-        place_scale(&w->min, traits->min, (size_t)w->n_groups, n_blocks, &end);
-    }
+    plan_groups(form, w, &end);
+    plan_table(form, w);
     w->panel_bytes = end;
+}
+
+/* Columns are put in order where their groups have scales in the packed form. */
+static bool takes_order(const struct qkv_matrix *matrix, const struct qkv_weight *w)
+{
+    return matrix->k_group != NULL && w->group != 0;
 }
 
 static bool dims_fit(int64_t n_out, int64_t k_in)
@@ -93,81 +149,128 @@ static bool dims_fit(int64_t n_out, int64_t k_in)
            k_in <= INT32_MAX - QKV_K_BLOCK;
 }
 
-uint64_t qkv_cpu_packed_bytes(enum qkv_format format, enum qkv_compute compute, int64_t n_out,
-                              int64_t k_in)
+static bool blocks_fit(const struct qkv_matrix *matrix)
 {
-    const struct qkv_format_traits *traits = qkv_format_traits(format);
-    if (traits->code == QKV_CODE_NONE || !dims_fit(n_out, k_in) ||
-        k_in % traits->block_elems != 0) {
+    return matrix->format == QKV_FORMAT_COUNT ||
+           matrix->k_in % qkv_format_traits(matrix->format)->block_elems == 0;
+}
+
+/* All of its bytes; 0 if they are too many. */
+static size_t layout_bytes(const struct qkv_matrix *matrix, const struct qkv_form *form,
+                           bool ordered, struct qkv_weight *w)
+{
+    uint64_t n_bytes = 0;
+    if (!qkv_mul_size((uint64_t)w->n_panels, w->panel_bytes, &n_bytes) || n_bytes > SIZE_MAX / 4) {
         return 0;
     }
-    const struct qkv_matrix desc = {.format = format, .n_out = n_out, .k_in = k_in};
+    return place_rest(matrix, form, ordered, (size_t)n_bytes, w);
+}
+
+uint64_t qkv_cpu_packed_bytes(const struct qkv_matrix *matrix, enum qkv_compute compute)
+{
+    struct qkv_form form = {0};
     struct qkv_weight w = {0};
-    plan_layout(&desc, compute, QKV_ACTIVATIONS_BF16, &w); /* the byte layout is as large */
-    uint64_t n_bytes = 0;
-    return qkv_mul_size((uint64_t)w.n_panels, w.panel_bytes, &n_bytes) ? n_bytes : 0;
+    if (!dims_fit(matrix->n_out, matrix->k_in) || !blocks_fit(matrix)) {
+        return 0;
+    }
+    qkv_matrix_form(matrix, &form);
+    if (form.code == QKV_CODE_NONE) {
+        return 0;
+    }
+    /* The byte layout is as large. */
+    plan_layout(matrix, &form, compute, QKV_ACTIVATIONS_BF16, &w);
+    return layout_bytes(matrix, &form, takes_order(matrix, &w), &w);
 }
 
 /* ---- creation ---- */
 
-static enum qkv_status check_desc(struct qkv_error *err, const struct qkv_matrix *desc)
+static enum qkv_status check_matrix(struct qkv_error *err, const struct qkv_matrix *matrix,
+                                    struct qkv_form *form)
 {
-    const char *name = desc->name != NULL ? desc->name : "weight";
-    const struct qkv_format_traits *traits = qkv_format_traits(desc->format);
-    if (traits->code == QKV_CODE_NONE) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "%s: format %s is not one this build computes with", name, traits->name);
-    }
-    if (!dims_fit(desc->n_out, desc->k_in)) {
+    const char *name = matrix->name != NULL ? matrix->name : "weight";
+    if (!dims_fit(matrix->n_out, matrix->k_in)) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: shape [%lld, %lld], must be 1 to 2^31 - 257",
-                        name, (long long)desc->n_out, (long long)desc->k_in);
+                        name, (long long)matrix->n_out, (long long)matrix->k_in);
     }
-    if (desc->k_in % traits->block_elems != 0) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT,
-                        "%s: rows of %lld elements, %s needs a multiple of %d", name,
-                        (long long)desc->k_in, traits->name, traits->block_elems);
-    }
-    for (int64_t i = 0; desc->row_index != NULL && i < desc->n_out; i++) {
-        if (desc->row_index[i] < 0 || desc->row_index[i] >= desc->n_out) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: row index %d at %lld, must be below %lld",
-                            name, desc->row_index[i], (long long)i, (long long)desc->n_out);
-        }
+    QKV_TRY(qkv_matrix_check(err, matrix));
+    qkv_matrix_form(matrix, form);
+    if (form->code == QKV_CODE_NONE) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "%s: format %s is not one this build computes with", name,
+                        matrix->format < QKV_FORMAT_COUNT ? qkv_format_traits(matrix->format)->name
+                                                          : "of codes");
     }
     return QKV_OK;
 }
 
-enum qkv_status qkv_cpu_weight_create(struct qkv_error *err, struct qkv_device *dev,
-                                      const struct qkv_matrix *desc, struct qkv_weight **out)
+/* The order of columns into *out, [k_in], or NULL there: free with free(). */
+static enum qkv_status find_order(struct qkv_error *err, const struct qkv_matrix *matrix,
+                                  const struct qkv_weight *w, int32_t **out)
 {
-    QKV_TRY(check_desc(err, desc));
+    *out = NULL;
+    if (!takes_order(matrix, w)) {
+        return QKV_OK;
+    }
+    void *order = NULL;
+    QKV_TRY(qkv_calloc(err, (size_t)w->k_in, sizeof(int32_t), &order));
+    if (!qkv_matrix_k_order(matrix, order)) {
+        free(order);
+        order = NULL;
+    }
+    *out = order;
+    return QKV_OK;
+}
+
+/* Memory for all of it, and what is known before packing. */
+static enum qkv_status place_data(struct qkv_error *err, struct qkv_device *dev,
+                                  const struct qkv_matrix *matrix, const struct qkv_form *form,
+                                  struct qkv_weight *w)
+{
+    int32_t *order = NULL;
+    QKV_TRY(find_order(err, matrix, w, &order));
+    size_t k_in = (size_t)w->k_in;
+    size_t n_bytes = layout_bytes(matrix, form, order != NULL, w);
+    void *block = NULL;
+    enum qkv_status status = n_bytes == 0
+                                 ? qkv_fail(err, QKV_ERR_MEMORY, "%s: too large",
+                                            matrix->name != NULL ? matrix->name : "weight")
+                                 : dev->allocator.alloc(err, dev->allocator.ctx, n_bytes, &block);
+    if (status == QKV_OK) {
+        w->data = block;
+        w->n_bytes = n_bytes;
+        (void)layout_bytes(matrix, form, order != NULL, w);
+        if (order != NULL) {
+            memcpy(w->k_order, order, k_in * sizeof *order);
+        }
+        if (matrix->k_scale != NULL) {
+            memcpy(w->k_scale, matrix->k_scale, k_in * sizeof *matrix->k_scale);
+        }
+    }
+    free(order);
+    return status;
+}
+
+enum qkv_status qkv_cpu_weight_create(struct qkv_error *err, struct qkv_device *dev,
+                                      const struct qkv_matrix *matrix, struct qkv_weight **out)
+{
+    struct qkv_form form = {0};
+    QKV_TRY(check_matrix(err, matrix, &form));
     void *memory = NULL;
     QKV_TRY(qkv_calloc(err, 1, sizeof(struct qkv_weight), &memory));
     struct qkv_weight *w = memory;
-    plan_layout(desc, dev->compute, dev->activations, w);
-    uint64_t n_bytes = 0;
-    enum qkv_status status = QKV_OK;
-    if (!qkv_mul_size((uint64_t)w->n_panels, w->panel_bytes, &n_bytes) || n_bytes > SIZE_MAX / 2) {
-        status = qkv_fail(err, QKV_ERR_MEMORY, "%s: too large",
-                          desc->name != NULL ? desc->name : "weight");
-        goto out;
+    plan_layout(matrix, &form, dev->compute, dev->activations, w);
+    enum qkv_status status = place_data(err, dev, matrix, &form, w);
+    if (status == QKV_OK) {
+        struct qkv_pack_task task = {.matrix = matrix, .form = &form, .w = w};
+        status =
+            qkv_threads_run(err, dev->threads, (size_t)w->n_panels, qkv_cpu_pack_panels, &task);
     }
-    void *block = NULL;
-    status = dev->allocator.alloc(err, dev->allocator.ctx, (size_t)n_bytes, &block);
     if (status != QKV_OK) {
-        goto out;
-    }
-    w->data = block;
-    w->n_bytes = (size_t)n_bytes;
-    struct qkv_pack_task task = {.desc = desc, .w = w};
-    status = qkv_threads_run(err, dev->threads, (size_t)w->n_panels, qkv_cpu_pack_panels, &task);
-    if (status != QKV_OK) {
-        goto out;
+        qkv_cpu_weight_destroy(dev, w);
+        return status;
     }
     *out = w;
-    w = NULL;
-out:
-    qkv_cpu_weight_destroy(dev, w);
-    return status;
+    return QKV_OK;
 }
 
 void qkv_cpu_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight)
@@ -188,50 +291,87 @@ size_t qkv_cpu_weight_bytes(const struct qkv_weight *weight)
 
 /* ---- one row back ---- */
 
-static float get_code(enum qkv_pack pack, const uint8_t *codes, size_t k, size_t column)
-{
-    if (pack == QKV_PACK_I8) {
-        return (float)(int8_t)codes[k * QKV_PANEL + column];
-    }
-    size_t bit = 4 * (k % QKV_UNIT / 2) + 16 * (k % 2);
-    int code = codes[(k / QKV_UNIT * QKV_PANEL + column) * 4 + bit / 8] >> bit % 8 & 15;
-    return (float)(pack == QKV_PACK_I4 ? (code ^ 8) - 8 : code);
-}
-
-static float get_byte(enum qkv_pack pack, const uint8_t *codes, size_t k, size_t column)
+/* The byte or nibble of element k; the byte layout's offset is taken off. */
+static int stored_code(const struct qkv_weight *w, const uint8_t *codes, size_t k, size_t column)
 {
     size_t quad = k / 4;
-    int code = pack == QKV_PACK_I8
-                   ? codes[(quad * QKV_PANEL + column) * 4 + k % 4]
-                   : codes[(quad / 2 * QKV_PANEL + column) * 4 + k % 4] >> (quad % 2 * 4) & 15;
-    return (float)(code - qkv_cpu_byte_offset(pack));
+    bool wide = qkv_cpu_code_bits(w->pack) == 8;
+    if (w->bytes) {
+        size_t line = wide ? quad : quad / 2;
+        int byte = codes[(line * QKV_PANEL + column) * 4 + k % 4];
+        return (wide ? byte : byte >> (quad % 2 * 4) & 15) - qkv_cpu_byte_offset(w->pack);
+    }
+    if (w->pack == QKV_PACK_E4M3) {
+        return codes[(k / 2 * QKV_PANEL + column) * 2 + k % 2];
+    }
+    if (wide) {
+        return codes[k * QKV_PANEL + column];
+    }
+    size_t bit = 4 * (k % QKV_UNIT / 2) + 16 * (k % 2);
+    return codes[(k / QKV_UNIT * QKV_PANEL + column) * 4 + bit / 8] >> bit % 8 & 15;
+}
+
+static float code_value(const struct qkv_weight *w, int code)
+{
+    switch (w->pack) {
+    case QKV_PACK_E4M3:
+        return qkv_e4m3_to_f32((uint8_t)code);
+    case QKV_PACK_T4:
+    case QKV_PACK_T4X2:
+        return w->table[code];
+    case QKV_PACK_I8:
+        return (float)(int8_t)code;
+    case QKV_PACK_I4:
+        return (float)(w->bytes ? code : (code ^ 8) - 8);
+    case QKV_PACK_U8:
+    case QKV_PACK_U4:
+    case QKV_PACK_F32:
+    case QKV_PACK_BF16:
+    case QKV_PACK_BF16X2:
+        break;
+    }
+    return (float)code;
 }
 
 static float get_scale(const struct qkv_weight *w, const struct qkv_pack_scale *scale,
                        const uint8_t *panel, size_t group, size_t column)
 {
-    const uint16_t *halves = (const uint16_t *)(const void *)(panel + scale->f16_offset);
-    if (scale->kind == QKV_SCALE_F16) {
-        return qkv_f16_to_f32(halves[group * QKV_PANEL + column]);
+    const uint8_t *lines = panel + scale->offset;
+    size_t i = group * QKV_PANEL + column;
+    int8_t sub = 1;
+    uint32_t bits = 0;
+    if (scale->kind == QKV_SCALE_NONE) {
+        return 1.0f;
     }
-    const int8_t *sub = (const int8_t *)(panel + scale->sub_offset);
-    size_t block = group >> w->block_shift;
-    return qkv_f16_to_f32(halves[block * QKV_PANEL + column]) *
-           (float)sub[group * QKV_PANEL + column];
+    if (scale->kind == QKV_SCALE_F32) {
+        bits = ((const uint32_t *)(const void *)lines)[i];
+    } else if (scale->kind == QKV_SCALE_E8M0 || scale->kind == QKV_SCALE_E4M3) {
+        bits = lines[i];
+    } else {
+        if (scale->kind == QKV_SCALE_F16_SUB) {
+            sub = ((const int8_t *)(panel + scale->sub_offset))[i];
+            i = (group >> w->block_shift) * QKV_PANEL + column;
+        }
+        bits = ((const uint16_t *)(const void *)lines)[i];
+    }
+    return qkv_scale_value(scale->kind, bits, sub);
 }
 
 static void row_of_codes(const struct qkv_weight *w, const uint8_t *panel, size_t column,
                          float *out)
 {
-    size_t group_elems = (size_t)w->group;
-    for (size_t g = 0; g < (size_t)w->n_groups; g++) {
-        bool has_min = w->min.kind != QKV_SCALE_NONE;
-        float scale = get_scale(w, &w->scale, panel, g, column);
-        float min = has_min ? get_scale(w, &w->min, panel, g, column) : 0.0f;
-        for (size_t k = g * group_elems; k < (g + 1) * group_elems; k++) {
-            float code = w->bytes ? get_byte(w->pack, panel, k, column)
-                                  : get_code(w->pack, panel, k, column);
-            float value = scale * code;
+    size_t n = (size_t)w->k_in;
+    size_t group_elems = w->group != 0 ? (size_t)w->group : n;
+    bool has_zero = w->min.kind == QKV_SCALE_ZERO;
+    bool has_min = w->min.kind != QKV_SCALE_NONE && !has_zero;
+    for (size_t first = 0; first < n; first += group_elems) {
+        size_t end = n - first < group_elems ? n : first + group_elems;
+        float scale = get_scale(w, &w->scale, panel, first / group_elems, column);
+        float min =
+            has_min || has_zero ? get_scale(w, &w->min, panel, first / group_elems, column) : 0.0f;
+        for (size_t k = first; k < end; k++) {
+            float code = code_value(w, stored_code(w, panel, k, column));
+            float value = scale * (has_zero ? code - min : code);
             out[k] = has_min ? value + min : value;
         }
     }
@@ -244,9 +384,7 @@ void qkv_cpu_weight_row(const struct qkv_weight *weight, int32_t row, float fact
     const float *floats = (const float *)(const void *)panel;
     size_t column = (size_t)(row % QKV_PANEL);
     size_t n = (size_t)weight->k_in;
-    if (weight->group != 0) {
-        row_of_codes(weight, panel, column, out);
-    } else if (weight->pack == QKV_PACK_F32) {
+    if (weight->pack == QKV_PACK_F32) {
         for (size_t k = 0; k < n; k++) {
             out[k] = floats[k * QKV_PANEL + column];
         }
@@ -254,11 +392,17 @@ void qkv_cpu_weight_row(const struct qkv_weight *weight, int32_t row, float fact
         for (size_t k = 0; k < n; k++) {
             out[k] = qkv_bf16_to_f32(words[k / 2 * 2 * QKV_PANEL + 2 * column + k % 2]);
         }
-    } else {
+    } else if (weight->pack == QKV_PACK_BF16X2) {
         for (size_t k = 0; k < n; k++) {
             const uint16_t *cell = words + k / 2 * 4 * QKV_PANEL + 2 * column + k % 2;
             out[k] = qkv_bf16_to_f32(cell[0]) + qkv_bf16_to_f32(cell[2 * QKV_PANEL]);
         }
+    } else {
+        row_of_codes(weight, panel, column, out);
+    }
+    float row_scale = weight->row_scale != NULL ? weight->row_scale[row] : 1.0f;
+    for (size_t k = 0; k < n && row_scale != 1.0f; k++) {
+        out[k] *= row_scale;
     }
     for (size_t k = 0; factor != 1.0f && k < n; k++) {
         out[k] *= factor;

@@ -27,14 +27,16 @@ struct qkv_cpu_pack {
     enum qkv_prologue prologue;
     const float *norm; /* [k] */
     enum qkv_act act;
-    bool round; /* to bf16 */
+    bool round;             /* to bf16 */
+    struct qkv_input input; /* how it is quantized */
+    const float *k_scale;   /* struct qkv_weight's */
+    const int32_t *k_order;
     void *packed;
     int32_t n_sums; /* sums over groups of the packed values, for weights with minima */
     int32_t sum_group[QKV_WEIGHTS_MAX];
-    float *sums[QKV_WEIGHTS_MAX]; /* [n_rows, k / group] */
-    /* Of activations in int8; `packed`, n_sums and sum_group are theirs then. */
-    int32_t *code_sums[QKV_WEIGHTS_MAX]; /* [n_rows, k / group], over codes */
-    float *x_scale;                      /* [n_rows]: the value of code 1 */
+    float *sums[QKV_WEIGHTS_MAX];        /* [n_rows, groups of k] */
+    int32_t *code_sums[QKV_WEIGHTS_MAX]; /* the same of activations in int8, over codes */
+    float *x_scale; /* [n_rows] out: what the packed values of a row are to be multiplied by */
 };
 
 struct qkv_cpu_gemm {
@@ -42,9 +44,9 @@ struct qkv_cpu_gemm {
     int32_t n_rows;
     const void *x;            /* packed activations */
     const float *sums;        /* [n_rows, n_groups], or NULL if the weight has no minima */
-    const int32_t *code_sums; /* [n_rows, n_groups] and [n_rows], for activations in int8 */
-    const float *x_scale;
-    float *y; /* [n_rows, y_stride], at the weight's first column */
+    const int32_t *code_sums; /* [n_rows, n_groups], for activations in int8 */
+    const float *x_scale;     /* [n_rows], or NULL */
+    float *y;                 /* [n_rows, y_stride], at the weight's first column */
     size_t y_stride;
     const float *bias; /* [n_out] or NULL */
     bool add;          /* y += result */
@@ -59,14 +61,17 @@ struct qkv_cpu_gemm_ops {
     float (*norm_scale)(const float *x, int32_t n, float eps);
     /* Block `k_block` of row `row`; `scale` is norm_scale of the row (RMSNORM only). */
     void (*pack)(const struct qkv_cpu_pack *args, int32_t row, int32_t k_block, float scale);
+    /* Blocks of K [begin, end) of a row that is not just packed: times k_scale, in another order,
+     * quantized (body_input.inc). `scratch` holds two rows of floats, each rounded up to 16. */
+    void (*pack_row)(const struct qkv_cpu_pack *args, int32_t row, int32_t begin, int32_t end,
+                     float scale, float *scratch);
     /* x += y * scale * norm */
     void (*norm_add)(float *x, const float *y, const float *norm, float scale, int32_t n);
     /* Columns of panels [begin, end) for all rows. `scratch`: scratch_bytes(n_rows), 64-aligned. */
     void (*gemm)(const struct qkv_cpu_gemm *args, int32_t begin, int32_t end, void *scratch);
     size_t (*scratch_bytes)(int32_t n_rows);
     /* The same with activations in int8 (body_int8.inc), for weights in the byte layout: bytes of a
-     * packed code; blocks of K [begin, end) of a row, with scratch for k floats rounded up to 16;
-     * panels [begin, end). */
+     * packed code; blocks of K [begin, end) of a row, as pack_row; panels [begin, end). */
     size_t int8_cell_bytes;
     void (*quantize)(const struct qkv_cpu_pack *args, int32_t row, int32_t begin, int32_t end,
                      float scale, float *scratch);

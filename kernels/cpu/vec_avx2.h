@@ -88,6 +88,20 @@ static inline vf vf_load_f16(const uint16_t *p)
 {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
+static inline vf vf_load_bf16(const uint16_t *p)
+{
+    __m256i w = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
+}
+static inline vf vf_load_u8(const uint8_t *p)
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+static inline vf vf_load_ue4m3(const uint8_t *p)
+{
+    __m128i w = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p));
+    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_slli_epi16(w, 7)), _mm256_set1_ps(256.0f));
+}
 static inline vf vf_load_i8(const int8_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
@@ -158,6 +172,24 @@ static inline vf vi_i4(vi a, int shift)
 {
     __m256i code = _mm256_slli_epi32(a, 28 - shift);
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(code, 28));
+}
+
+typedef struct {
+    __m256 low;
+    __m256 high;
+} vt;
+
+static inline vt vt_load(const float *p)
+{
+    return (vt){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+}
+/* A permutation of 8 floats looks at 3 bits of an index; the fourth, moved to the top, selects. */
+static inline vf vi_lookup(vt table, vi a, int shift)
+{
+    __m256i index = _mm256_srli_epi32(a, shift);
+    __m256 low = _mm256_permutevar8x32_ps(table.low, index);
+    __m256 high = _mm256_permutevar8x32_ps(table.high, index);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(a, 28 - shift)));
 }
 
 typedef __m256i vc;

@@ -90,9 +90,23 @@ static inline vf vf_load_f16(const uint16_t *p)
 {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
+static inline vf vf_load_bf16(const uint16_t *p)
+{
+    __m512i w = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
+}
 static inline vf vf_load_i8(const int8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+static inline vf vf_load_u8(const uint8_t *p)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+static inline vf vf_load_ue4m3(const uint8_t *p)
+{
+    __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_slli_epi16(w, 7)), _mm512_set1_ps(256.0f));
 }
 static inline vf vf_round_bf16(vf a)
 {
@@ -150,6 +164,17 @@ static inline vf vi_u4(vi a, int shift)
 static inline vf vi_i4(vi a, int shift)
 {
     const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(a, (unsigned)shift), table);
+}
+
+typedef __m512 vt;
+
+static inline vt vt_load(const float *p)
+{
+    return _mm512_loadu_ps(p);
+}
+static inline vf vi_lookup(vt table, vi a, int shift)
+{
     return _mm512_permutexvar_ps(_mm512_srli_epi32(a, (unsigned)shift), table);
 }
 

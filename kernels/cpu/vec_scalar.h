@@ -89,10 +89,25 @@ static inline vf vf_load_f16(const uint16_t *p)
 {
     return qkv_f16_to_f32(p[0]);
 }
+/* VW bf16 values. */
+static inline vf vf_load_bf16(const uint16_t *p)
+{
+    return qkv_bf16_to_f32(p[0]);
+}
 /* VW signed bytes. */
 static inline vf vf_load_i8(const int8_t *p)
 {
     return (float)p[0];
+}
+/* VW unsigned bytes. */
+static inline vf vf_load_u8(const uint8_t *p)
+{
+    return (float)p[0];
+}
+/* VW e4m3 codes that are neither negative nor NaN: the f16 of the same bits is the value * 2^-8. */
+static inline vf vf_load_ue4m3(const uint8_t *p)
+{
+    return qkv_f16_to_f32((uint16_t)(p[0] << 7)) * 256.0f;
 }
 /* Rounded to the nearest bf16, ties to even; a NaN stays one. */
 static inline vf vf_round_bf16(vf a)
@@ -154,6 +169,18 @@ static inline vf vi_u4(vi a, int shift)
 static inline vf vi_i4(vi a, int shift)
 {
     return (float)((int32_t)(((a >> shift) & 15u) ^ 8u) - 8);
+}
+
+/* A table of 16 floats, and what its codes at bit `shift` stand for. */
+typedef const float *vt;
+
+static inline vt vt_load(const float *p)
+{
+    return p;
+}
+static inline vf vi_lookup(vt table, vi a, int shift)
+{
+    return table[(a >> shift) & 15u];
 }
 
 /* VW cells: pairs of bf16, as attention's operands have them. From VW pairs of 8-bit codes, and

@@ -85,19 +85,20 @@ static void expect_scale(const struct qkv_weight *w, const struct qkv_pack_scale
     if (scale->kind == QKV_SCALE_NONE) {
         return;
     }
-    put_u16(panel + scale->f16_offset + (block * 32 + c) * 2, f16);
+    put_u16(panel + scale->offset + (block * 32 + c) * 2, f16);
     for (size_t g = 0; scale->kind == QKV_SCALE_F16_SUB && g < groups; g++) {
         panel[scale->sub_offset + (block * groups + g) * 32 + c] = (uint8_t)sub[g];
     }
 }
 
-static void expect_codes(const struct qkv_weight *w, const uint8_t *row, uint8_t *panel, size_t c)
+static void expect_codes(enum qkv_format format, const struct qkv_weight *w, const uint8_t *row,
+                         uint8_t *panel, size_t c)
 {
-    const struct qkv_format_traits *traits = qkv_format_traits(w->format);
+    const struct qkv_format_traits *traits = qkv_format_traits(format);
     size_t block_elems = (size_t)traits->block_elems;
     for (size_t block = 0; block < (size_t)w->k_in / block_elems; block++) {
         struct qkv_unpacked u;
-        qkv_codec_unpack(w->format, row + block * (size_t)traits->block_bytes, &u);
+        qkv_codec_unpack(format, row + block * (size_t)traits->block_bytes, &u);
         for (size_t i = 0; i < block_elems; i++) {
             expect_code(w, panel, block * block_elems + i, c, u.code[i]);
         }
@@ -129,7 +130,7 @@ static uint8_t *expected(const struct matrix *m, const struct qkv_weight *w)
         const uint8_t *row = m->blocks + (size_t)m->row_index[n] * m->row_bytes;
         uint8_t *panel = data + n / 32 * w->panel_bytes;
         if (w->group != 0) {
-            expect_codes(w, row, panel, n % 32);
+            expect_codes(m->format, w, row, panel, n % 32);
             continue;
         }
         CHECK_OK(qkv_codec_dequantize(&err, m->format, row, (size_t)m->k, values), err);

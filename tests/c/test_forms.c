@@ -1,0 +1,535 @@
+/* linear and embed of the CPU backend over matrices of codes and scales (quant/matrix.h): every pack
+ * of cpu_weight.h with every kind of scale and minimum, on every instruction set of this machine.
+ *
+ * Classes of agreement
+ * - same bits: any number of rows, any number of threads; scalar, avx2 and avx512 with each other;
+ *   embed with qkv_matrix_values; all instruction sets with activations in int8.
+ * - sum: |y - exact| <= 2^-18 * (sum of the magnitudes of what was added up), exact in double over
+ *   qkv_matrix_values and the same bf16-rounded inputs. Tables of two bf16 terms: 2^-15. */
+#include <math.h>
+#include <stdbool.h>
+
+#include "backend/backend.h"
+#include "base/half.h"
+#include "check.h"
+#include "dispatch.h"
+#include "quant/matrix.h"
+#include "random_values.h"
+
+static const double CLASS_SUM = 0x1p-18;
+static const double CLASS_TWO_TERMS = 0x1p-15;
+
+static const struct qkv_backend *cpu;
+static struct qkv_error err;
+
+static const float e2m1_table[16] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
+                                     -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+/* Values that need more than 8 bits of mantissa, as NF4's. */
+static const float long_table[16] = {-1.0f,        -0.69619280f, -0.52507305f, -0.39491749f,
+                                     -0.28444138f, -0.18477343f, -0.0910500f,  0.0f,
+                                     0.0795803f,   0.16093020f,  0.24611230f,  0.33791524f,
+                                     0.4407098f,   0.56261700f,  0.72295684f,  1.0f};
+
+static uint32_t random_bits(void)
+{
+    return (uint32_t)(int64_t)(random_float() * 0x1p31f);
+}
+
+/* ---- matrices ---- */
+
+struct codes_kind {
+    const char *name;
+    enum qkv_meaning meaning;
+    int32_t bits;
+    const float *table;
+    enum qkv_code code;
+};
+
+static const struct codes_kind codes_kinds[] = {
+    {"i8", QKV_MEANING_SIGNED, 8, NULL, QKV_CODE_I8},
+    {"u8", QKV_MEANING_UNSIGNED, 8, NULL, QKV_CODE_U8},
+    {"i4", QKV_MEANING_OFFSET, 4, NULL, QKV_CODE_I4},
+    {"u4", QKV_MEANING_UNSIGNED, 4, NULL, QKV_CODE_U4},
+    {"e4m3", QKV_MEANING_E4M3, 8, NULL, QKV_CODE_E4M3},
+    {"t4", QKV_MEANING_TABLE, 4, e2m1_table, QKV_CODE_T4},
+    {"t4x2", QKV_MEANING_TABLE, 4, long_table, QKV_CODE_T4X2},
+};
+enum { CODES_KINDS = sizeof codes_kinds / sizeof codes_kinds[0], INTEGER_KINDS = 4 };
+
+/* QKV_FORMAT_COUNT of scales: one factor a row; of minima: none. ZERO of minima: zero points. */
+static const enum qkv_format scale_formats[] = {
+    QKV_FORMAT_F16,     QKV_FORMAT_BF16,    QKV_FORMAT_F32,
+    QKV_FORMAT_F8_E8M0, QKV_FORMAT_F8_E4M3, QKV_FORMAT_COUNT,
+};
+enum { SCALE_FORMATS = sizeof scale_formats / sizeof scale_formats[0], ZERO = QKV_FORMAT_U8 };
+static const enum qkv_format min_formats[] = {QKV_FORMAT_COUNT, QKV_FORMAT_F16, QKV_FORMAT_BF16,
+                                              QKV_FORMAT_F32, (enum qkv_format)ZERO};
+enum { MIN_FORMATS = sizeof min_formats / sizeof min_formats[0] };
+
+static size_t scale_bytes(enum qkv_format format)
+{
+    return (size_t)qkv_format_traits(format)->block_bytes;
+}
+
+static void put_scale(enum qkv_format format, float value, uint8_t *out)
+{
+    uint16_t half = format == QKV_FORMAT_F16 ? qkv_f16_from_f32(value) : qkv_bf16_from_f32(value);
+    if (format == QKV_FORMAT_F32) {
+        memcpy(out, &value, sizeof value);
+    } else if (format == QKV_FORMAT_F8_E8M0) {
+        *out = qkv_e8m0_ceil_from_f32(fabsf(value));
+    } else if (format == QKV_FORMAT_F8_E4M3) {
+        *out = qkv_e4m3_from_f32(fabsf(value) * 8);
+    } else {
+        memcpy(out, &half, sizeof half);
+    }
+}
+
+/* [n, groups]; free data. */
+static struct qkv_scales make_scales(enum qkv_format format, int64_t n, int64_t groups, float most)
+{
+    size_t count = (size_t)(n * groups);
+    size_t n_bytes = count * scale_bytes(format);
+    uint8_t *data = allocate(n_bytes);
+    for (size_t i = 0; i < count; i++) {
+        put_scale(format, random_float() * most, data + i * scale_bytes(format));
+    }
+    return (struct qkv_scales){.data = data,
+                               .n_bytes = n_bytes,
+                               .format = format,
+                               .row_stride = groups,
+                               .group_stride = 1,
+                               .rows_per = 1};
+}
+
+static struct qkv_codes make_codes(enum qkv_meaning meaning, int32_t bits, int64_t n, int64_t k)
+{
+    int64_t row_bytes = (k * bits + 7) / 8;
+    uint8_t *data = allocate((size_t)(n * row_bytes));
+    for (int64_t i = 0; i < n * row_bytes; i++) {
+        data[i] = (uint8_t)(random_bits() >> 24);
+        if (meaning == QKV_MEANING_E4M3 && (data[i] & 0x7f) == 0x7f) {
+            data[i] = 0x7e;
+        }
+    }
+    return (struct qkv_codes){.data = data,
+                              .n_bytes = (uint64_t)(n * row_bytes),
+                              .order = QKV_ORDER_ROWS,
+                              .meaning = meaning,
+                              .bits = bits,
+                              .row_bytes = row_bytes};
+}
+
+static struct qkv_matrix make_matrix(const struct codes_kind *kind, enum qkv_format scale,
+                                     enum qkv_format min, int64_t group, int64_t n, int64_t k)
+{
+    struct qkv_matrix m = {.name = kind->name, .n_out = n, .k_in = k, .format = QKV_FORMAT_COUNT};
+    m.codes = make_codes(kind->meaning, kind->bits, n, k);
+    if (kind->table != NULL) {
+        memcpy(m.table, kind->table, sizeof m.table);
+    }
+    if (scale == QKV_FORMAT_COUNT) {
+        m.factor = make_scales(QKV_FORMAT_F32, n, 1, 0.01f);
+        return m;
+    }
+    m.group = group;
+    m.scale = make_scales(scale, n, k / group, 0.01f);
+    if (min == (enum qkv_format)ZERO) {
+        m.zero = make_codes(kind->meaning, kind->bits, n, k / group);
+    } else if (min != QKV_FORMAT_COUNT) {
+        m.min = make_scales(min, n, k / group, 0.1f);
+    }
+    return m;
+}
+
+static void free_matrix(struct qkv_matrix *m)
+{
+    free((void *)m->codes.data);
+    free((void *)m->zero.data);
+    free((void *)m->scale.data);
+    free((void *)m->min.data);
+    free((void *)m->factor.data);
+}
+
+static float code_value(const struct qkv_form *form, int8_t code)
+{
+    switch (form->code) {
+    case QKV_CODE_U8:
+        return (float)(uint8_t)code;
+    case QKV_CODE_E4M3:
+        return qkv_e4m3_to_f32((uint8_t)code);
+    case QKV_CODE_T4:
+    case QKV_CODE_T4X2:
+        return form->table[code];
+    default:
+        return (float)code;
+    }
+}
+
+/* A row in the form's terms: [k] codes, [groups] scales and minima, 1 and 0 where there are none. */
+struct parts {
+    float *code;
+    float *scale;
+    float *min;
+    int64_t group;
+};
+
+static struct parts take_apart(const struct qkv_matrix *m, const struct qkv_form *form, int64_t row)
+{
+    size_t k = (size_t)m->k_in;
+    struct parts p = {.code = allocate(3 * k * sizeof(float)),
+                      .group = form->group != 0 ? form->group : QKV_PIECE};
+    p.scale = p.code + k;
+    p.min = p.scale + k;
+    for (int64_t first = 0; first < m->k_in; first += QKV_PIECE) {
+        struct qkv_piece piece;
+        int64_t n = m->k_in - first < QKV_PIECE ? m->k_in - first : QKV_PIECE;
+        qkv_matrix_read(m, form, row, first, n, NULL, &piece);
+        for (int64_t i = 0; i < n; i++) {
+            p.code[first + i] = code_value(form, piece.code[i]);
+        }
+        for (int64_t g = 0; g * p.group < n; g++) {
+            bool grouped = form->group != 0;
+            float scale = grouped ? qkv_scale_value(form->scale, piece.scale[g], 1) : 1;
+            float min = grouped && form->min != QKV_SCALE_NONE
+                            ? qkv_scale_value(form->min, piece.min[g], 1)
+                            : 0;
+            p.scale[first / p.group + g] = scale;
+            p.min[first / p.group + g] = form->min == QKV_SCALE_ZERO ? -(scale * min) : min;
+        }
+    }
+    return p;
+}
+
+/* ---- running ---- */
+
+static struct qkv_device *open_device(const char *isa, enum qkv_compute compute,
+                                      enum qkv_activations activations, int n_threads)
+{
+    struct qkv_device_options options = {
+        .n_threads = n_threads, .compute = compute, .activations = activations, .isa = isa};
+    struct qkv_device *dev = NULL;
+    CHECK_OK(cpu->open(&err, &options, &dev), err);
+    return dev;
+}
+
+static struct qkv_buffer *make_buffer(struct qkv_device *dev, const float *data, size_t n)
+{
+    struct qkv_buffer *buffer = NULL;
+    CHECK_OK(cpu->buffer_create(&err, dev, n * sizeof *data, &buffer), err);
+    if (data != NULL) {
+        CHECK_OK(cpu->upload(&err, dev, buffer, 0, data, n * sizeof *data), err);
+    }
+    return buffer;
+}
+
+/* Weights of one linear and their device. */
+struct bench {
+    struct qkv_device *dev;
+    int32_t n_weights;
+    const struct qkv_weight *weight[3];
+    int32_t n; /* columns of all */
+    int32_t k;
+};
+
+static struct bench open_bench(const char *isa, enum qkv_compute compute,
+                               enum qkv_activations activations, int n_threads,
+                               const struct qkv_matrix *const *m, int32_t n_weights)
+{
+    struct bench b = {.dev = open_device(isa, compute, activations, n_threads),
+                      .n_weights = n_weights,
+                      .k = (int32_t)m[0]->k_in};
+    for (int32_t i = 0; i < n_weights; i++) {
+        struct qkv_weight *weight = NULL;
+        CHECK_OK(cpu->weight_create(&err, b.dev, m[i], &weight), err);
+        b.weight[i] = weight;
+        b.n += (int32_t)m[i]->n_out;
+    }
+    return b;
+}
+
+static void close_bench(struct bench *b)
+{
+    for (int32_t i = 0; i < b->n_weights; i++) {
+        cpu->weight_destroy(b->dev, (struct qkv_weight *)b->weight[i]);
+    }
+    cpu->close(b->dev);
+}
+
+/* [n_rows, n]; rows NULL: the first. x: [*, k] */
+static float *run(const struct bench *b, const float *x, int32_t x_rows, const int32_t *rows,
+                  int32_t n_rows)
+{
+    size_t n_y = (size_t)n_rows * (size_t)b->n;
+    struct qkv_linear args = {.x = make_buffer(b->dev, x, (size_t)x_rows * (size_t)b->k),
+                              .row_index = rows,
+                              .n_rows = n_rows,
+                              .n_weights = b->n_weights,
+                              .y = make_buffer(b->dev, NULL, n_y)};
+    memcpy(args.weight, b->weight, sizeof args.weight);
+    CHECK_OK(cpu->linear(&err, b->dev, &args), err);
+    float *y = allocate(n_y * sizeof *y);
+    CHECK_OK(cpu->download(&err, b->dev, args.y, 0, y, n_y * sizeof *y), err);
+    cpu->buffer_destroy(b->dev, (struct qkv_buffer *)args.x);
+    cpu->buffer_destroy(b->dev, args.y);
+    return y;
+}
+
+static bool same_bits(const float *a, const float *b, size_t n)
+{
+    return memcmp(a, b, n * sizeof *a) == 0;
+}
+
+/* Every number of rows that has a path of its own, out of `x_rows`, on one thread and two. */
+static void check_rows(const char *isa, enum qkv_activations activations,
+                       const struct qkv_matrix *m, const float *x, int32_t x_rows, const float *y)
+{
+    for (int threads = 1; threads <= 2; threads++) {
+        struct bench b = open_bench(isa, QKV_COMPUTE_BF16, activations, threads, &m, 1);
+        for (int32_t n_rows = 1; n_rows <= 13; n_rows++) {
+            int32_t rows[13];
+            for (int32_t r = 0; r < n_rows; r++) {
+                rows[r] = (r * 37 + n_rows) % x_rows;
+            }
+            float *some = run(&b, x, x_rows, rows, n_rows);
+            for (int32_t r = 0; r < n_rows; r++) {
+                size_t n = (size_t)b.n;
+                CHECK(same_bits(some + (size_t)r * n, y + (size_t)rows[r] * n, n));
+            }
+            free(some);
+        }
+        close_bench(&b);
+    }
+}
+
+/* ---- products ---- */
+
+/* Largest |y - exact| relative to the sum of magnitudes. `in`: what is multiplied, [rows, k]. */
+static double worst_error(const struct qkv_matrix *m, const float *in, int32_t n_rows,
+                          const float *y)
+{
+    int64_t k = m->k_in;
+    struct qkv_form form = {0};
+    float *values = allocate((size_t)k * sizeof *values);
+    double worst = 0;
+    qkv_matrix_form(m, &form);
+    for (int64_t n = 0; n < m->n_out; n++) {
+        struct parts p = take_apart(m, &form, n);
+        double row_scale = form.row_scale ? fabs((double)qkv_matrix_row_scale(m, n)) : 1;
+        for (int64_t first = 0; first < k; first += QKV_PIECE) {
+            qkv_matrix_values(m, n, first, k - first < QKV_PIECE ? k - first : QKV_PIECE,
+                              values + first);
+        }
+        for (int32_t r = 0; r < n_rows; r++) {
+            const float *row = in + (size_t)r * (size_t)k;
+            double exact = 0;
+            double magnitude = 1e-30;
+            for (int64_t j = 0; j < k; j++) {
+                int64_t g = j / p.group;
+                double least = fabs((double)p.scale[g] * p.code[j]) + fabs((double)p.min[g]);
+                exact += (double)values[j] * row[j];
+                magnitude += row_scale * least * fabs((double)row[j]);
+            }
+            double error = fabs(y[r * m->n_out + n] - exact) / magnitude;
+            worst = !(error <= worst) ? error : worst; /* a NaN stays */
+        }
+        free(p.code);
+    }
+    free(values);
+    return worst;
+}
+
+static void round_inputs(float *x, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        x[i] = qkv_bf16_to_f32(qkv_bf16_from_f32(x[i]));
+    }
+}
+
+static void check_products(const struct qkv_matrix *m, bool two_terms)
+{
+    enum { ROWS = 40 };
+    size_t n_x = (size_t)ROWS * (size_t)m->k_in;
+    size_t n_y = (size_t)ROWS * (size_t)m->n_out;
+    float *x = random_floats(n_x);
+    float *first = NULL;
+    round_inputs(x, n_x);
+    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+        if (!isa->usable()) {
+            continue;
+        }
+        struct bench b = open_bench(isa->name, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16, 1, &m, 1);
+        float *y = run(&b, x, ROWS, NULL, ROWS);
+        close_bench(&b);
+        double error = worst_error(m, x, ROWS, y);
+        CHECK(error <= (two_terms ? CLASS_TWO_TERMS : CLASS_SUM));
+        check_rows(isa->name, QKV_ACTIVATIONS_BF16, m, x, ROWS, y);
+        b = open_bench(isa->name, QKV_COMPUTE_F32, QKV_ACTIVATIONS_BF16, 2, &m, 1);
+        float *f32 = run(&b, x, ROWS, NULL, ROWS);
+        close_bench(&b);
+        CHECK(worst_error(m, x, ROWS, f32) <= CLASS_SUM);
+        free(f32);
+        if (strcmp(isa->name, "avx512bf16") == 0) {
+            free(y);
+            continue;
+        }
+        CHECK(first == NULL || same_bits(first, y, n_y));
+        free(first);
+        first = y;
+    }
+    free(first);
+    free(x);
+}
+
+/* ---- embed ---- */
+
+static void check_embed(const struct qkv_matrix *m, enum qkv_compute compute,
+                        enum qkv_activations activations)
+{
+    enum { ROWS = 3 };
+    size_t k = (size_t)m->k_in;
+    int32_t tokens[ROWS] = {(int32_t)m->n_out - 1, 0, (int32_t)m->n_out / 2};
+    int32_t positions[ROWS] = {0, 1, 2};
+    int32_t pages[1] = {0};
+    struct qkv_batch_seq seq = {.n_rows = ROWS, .pages = pages, .n_pages = 1};
+    struct qkv_kv *lane = NULL;
+    struct qkv_batch batch = {.n_rows = ROWS,
+                              .tokens = tokens,
+                              .positions = positions,
+                              .n_seqs = 1,
+                              .seqs = &seq,
+                              .lanes = &lane,
+                              .n_lanes = 1};
+    struct bench b = open_bench(NULL, compute, activations, 1, &m, 1);
+    struct qkv_buffer *x = make_buffer(b.dev, NULL, ROWS * k);
+    float *out = allocate(ROWS * k * sizeof *out);
+    float *want = allocate(k * sizeof *want);
+    CHECK_OK(cpu->begin(&err, b.dev, &batch), err);
+    CHECK_OK(cpu->embed(&err, b.dev, b.weight[0], 1, x), err);
+    CHECK_OK(cpu->download(&err, b.dev, x, 0, out, ROWS * k * sizeof *out), err);
+    for (int32_t r = 0; r < ROWS; r++) {
+        qkv_matrix_values(m, tokens[r], 0, m->k_in, want);
+        CHECK(same_bits(out + (size_t)r * k, want, k));
+    }
+    free(out);
+    free(want);
+    cpu->buffer_destroy(b.dev, x);
+    close_bench(&b);
+}
+
+/* ---- activations in int8 ---- */
+
+/* The definition (body_int8.inc), over pieces. */
+static float int8_product(const struct qkv_matrix *m, const struct qkv_form *form, int64_t n,
+                          const int32_t *x)
+{
+    struct parts p = take_apart(m, form, n);
+    float total = 0;
+    for (int64_t first = 0; first < m->k_in; first += p.group) {
+        int64_t g = first / p.group;
+        int64_t sum = 0;
+        int64_t sum_x = 0;
+        for (int64_t j = first; j < first + p.group && j < m->k_in; j++) {
+            sum += (int64_t)p.code[j] * x[j];
+            sum_x += x[j];
+        }
+        total = fmaf(p.scale[g], (float)sum, total);
+        if (form->min != QKV_SCALE_NONE) {
+            total = fmaf(p.min[g], (float)sum_x, total);
+        }
+    }
+    free(p.code);
+    return total;
+}
+
+static float int8_codes(const float *x, int64_t k, float fixed, int32_t *codes)
+{
+    float amax = 0;
+    for (int64_t i = 0; i < k; i++) {
+        amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
+    }
+    for (int64_t i = 0; i < k; i++) {
+        float code = nearbyintf(fixed != 0 ? x[i] / fixed : x[i] * (127.0f / amax));
+        codes[i] = (int32_t)(code > 127 ? 127 : code < -128 ? -128 : code);
+    }
+    return fixed != 0 ? fixed : amax / 127.0f;
+}
+
+static void check_int8(const struct qkv_matrix *m, enum qkv_activations activations)
+{
+    enum { ROWS = 15 };
+    size_t k = (size_t)m->k_in;
+    size_t n = (size_t)m->n_out;
+    struct qkv_form form = {0};
+    qkv_matrix_form(m, &form);
+    float *x = random_floats(ROWS * k);
+    float *want = allocate(ROWS * n * sizeof *want);
+    int32_t *codes = allocate(k * sizeof *codes);
+    for (size_t r = 0; r < ROWS; r++) {
+        float fixed = activations == QKV_ACTIVATIONS_CHECKPOINT ? m->input.scale : 0;
+        float scale = int8_codes(x + r * k, m->k_in, fixed, codes);
+        for (size_t i = 0; i < n; i++) {
+            float y = int8_product(m, &form, (int64_t)i, codes) * scale;
+            want[r * n + i] = form.row_scale ? y * qkv_matrix_row_scale(m, (int64_t)i) : y;
+        }
+    }
+    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+        if (isa->usable()) {
+            struct bench b = open_bench(isa->name, QKV_COMPUTE_BF16, activations, 2, &m, 1);
+            float *y = run(&b, x, ROWS, NULL, ROWS);
+            CHECK(same_bits(y, want, ROWS * n));
+            check_rows(isa->name, activations, m, x, ROWS, want);
+            free(y);
+            close_bench(&b);
+        }
+    }
+    free(codes);
+    free(want);
+    free(x);
+}
+
+/* ---- tests ---- */
+
+/* One matrix: its form is the one that is meant, and all paths agree. */
+static void check_matrix(const struct codes_kind *kind, enum qkv_format scale, enum qkv_format min,
+                         int turn)
+{
+    static const int64_t columns[] = {1, 31, 33, 70};
+    int64_t group = 16 << turn % 5;
+    int64_t k = scale == QKV_FORMAT_COUNT ? 1 + turn * 131 % 600 : group * (1 + turn % 3);
+    k += k < 64 ? 128 : 0;
+    struct qkv_matrix m = make_matrix(kind, scale, min, group, columns[turn % 4], k);
+    struct qkv_form form = {0};
+    CHECK_OK(qkv_matrix_check(&err, &m), err);
+    qkv_matrix_form(&m, &form);
+    CHECK_EQ_INT(form.code, kind->code);
+    CHECK((form.min == QKV_SCALE_ZERO) == (min == (enum qkv_format)ZERO));
+    check_products(&m, kind->code == QKV_CODE_T4X2);
+    check_embed(&m, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16);
+    check_embed(&m, QKV_COMPUTE_F32, QKV_ACTIVATIONS_BF16);
+    check_embed(&m, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_INT8);
+    if (kind < codes_kinds + INTEGER_KINDS) {
+        check_int8(&m, QKV_ACTIVATIONS_INT8);
+    }
+    free_matrix(&m);
+}
+
+static void test_all_forms(void)
+{
+    int turn = 0;
+    for (int c = 0; c < CODES_KINDS; c++) {
+        for (int s = 0; s < SCALE_FORMATS; s++) {
+            bool plain = c >= INTEGER_KINDS || scale_formats[s] == QKV_FORMAT_COUNT;
+            for (int m = 0; m < (plain ? 1 : MIN_FORMATS); m++) {
+                check_matrix(&codes_kinds[c], scale_formats[s], min_formats[m], turn++);
+            }
+        }
+    }
+}
+
+static void find_backend(void)
+{
+    cpu = qkv_cpu_backend();
+}
+
+CHECK_MAIN(find_backend, test_all_forms)
