@@ -1,5 +1,6 @@
 /* qkv._core.Checkpoint: the mapped files of a model and what they say. */
 #include <stdatomic.h>
+#include <string.h>
 
 #include "io/gguf.h"
 #include "io/weights.h"
@@ -362,6 +363,31 @@ static PyObject *checkpoint_dequantize(PyObject *object, PyObject *name_object)
     return result;
 }
 
+static PyObject *checkpoint_bytes(PyObject *object, PyObject *name_object)
+{
+    const char *name = PyUnicode_AsUTF8(name_object);
+    if (name == NULL) {
+        return NULL;
+    }
+    struct qkv_weights *weights = enter(object);
+    if (weights == NULL) {
+        return NULL;
+    }
+    PyObject *result = NULL;
+    const struct qkv_tensor *tensor = qkv_weights_find(weights, name);
+    if (tensor == NULL) {
+        PyErr_Format(PyExc_KeyError, "%R: there is no such tensor", name_object);
+    } else {
+        npy_intp n_bytes = (npy_intp)tensor->n_bytes;
+        result = PyArray_SimpleNew(1, &n_bytes, NPY_UINT8);
+        if (result != NULL && n_bytes != 0) {
+            memcpy(PyArray_DATA((PyArrayObject *)result), tensor->data, (size_t)n_bytes);
+        }
+    }
+    leave(object);
+    return result;
+}
+
 static PyMethodDef checkpoint_methods[] = {
     {"tensors", checkpoint_tensors, METH_NOARGS,
      "tensors($self)\n--\n\n(name, format, shape outermost first, bytes) in the order of the "
@@ -383,6 +409,9 @@ static PyMethodDef checkpoint_methods[] = {
     {"dequantize", checkpoint_dequantize, METH_O,
      "dequantize($self, name, /)\n--\n\nA tensor as float32 by the scalar codec, in its shape.\n\n"
      "KeyError: no such tensor. UnsupportedError: its format has no codec."},
+    {"bytes", checkpoint_bytes, METH_O,
+     "bytes($self, name, /)\n--\n\nA tensor as it lies in the file, [n_bytes] uint8, a copy.\n\n"
+     "KeyError: no such tensor."},
     {"close", checkpoint_close, METH_NOARGS,
      "close($self)\n--\n\nUnmaps the files; again: nothing."},
     {NULL, NULL, 0, NULL},

@@ -41,6 +41,8 @@ class Checkpoint:
         layers and heads are only checked against each other."""
     def dequantize(self, name: str, /) -> NDArray[np.float32]:
         """A tensor as float32 by the scalar codec, in its shape."""
+    def bytes(self, name: str, /) -> NDArray[np.uint8]:
+        """A tensor as it lies in the file, [n_bytes], a copy."""
     def close(self) -> None: ...
 
 class Step(NamedTuple):
