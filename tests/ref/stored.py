@@ -137,7 +137,8 @@ def meaning_of(spec: Mapping[str, Any], u: Array, table: list[float] | None) -> 
         u = u - (1 << (bits - 1))
     if meaning == "signed":
         u = np.where(u >= 1 << (bits - 1), u - (1 << bits), u)
-    return u.astype(np.float32)
+    integers: F32 = u.astype(np.float32)
+    return integers
 
 
 def array_of(spec: Mapping[str, Any], tensors: Mapping[str, Tensor], n: int, n_groups: int) -> F32:
