@@ -174,7 +174,8 @@ struct parts {
     int64_t group;
 };
 
-static struct parts take_apart(const struct qkv_matrix *m, const struct qkv_form *form, int64_t row)
+static struct parts take_apart(const struct qkv_matrix *m, const struct qkv_form *form, int64_t row,
+                               const int32_t *k_order)
 {
     size_t k = (size_t)m->k_in;
     struct parts p = {.code = allocate(3 * k * sizeof(float)),
@@ -184,7 +185,7 @@ static struct parts take_apart(const struct qkv_matrix *m, const struct qkv_form
     for (int64_t first = 0; first < m->k_in; first += QKV_PIECE) {
         struct qkv_piece piece;
         int64_t n = m->k_in - first < QKV_PIECE ? m->k_in - first : QKV_PIECE;
-        qkv_matrix_read(m, form, row, first, n, NULL, &piece);
+        qkv_matrix_read(m, form, row, first, n, k_order, &piece);
         for (int64_t i = 0; i < n; i++) {
             p.code[first + i] = code_value(form, piece.code[i]);
         }
@@ -280,13 +281,13 @@ static bool same_bits(const float *a, const float *b, size_t n)
     return memcmp(a, b, n * sizeof *a) == 0;
 }
 
-/* Every number of rows that has a path of its own, out of `x_rows`, on one thread and two. */
+/* Every number of rows that has a path of its own, out of `x_rows`, on one thread or two. */
 static void check_rows(const char *isa, enum qkv_activations activations,
                        const struct qkv_matrix *m, const float *x, int32_t x_rows, const float *y)
 {
     for (int threads = 1; threads <= 2; threads++) {
         struct bench b = open_bench(isa, QKV_COMPUTE_BF16, activations, threads, &m, 1);
-        for (int32_t n_rows = 1; n_rows <= 13; n_rows++) {
+        for (int32_t n_rows = threads; n_rows <= 13; n_rows += 2) {
             int32_t rows[13];
             for (int32_t r = 0; r < n_rows; r++) {
                 rows[r] = (r * 37 + n_rows) % x_rows;
@@ -312,9 +313,14 @@ static double worst_error(const struct qkv_matrix *m, const float *in, int32_t n
     struct qkv_form form = {0};
     float *values = allocate((size_t)k * sizeof *values);
     double worst = 0;
+    int32_t *order = allocate((size_t)k * sizeof *order);
+    for (int32_t i = 0; i < k; i++) {
+        order[i] = i;
+    }
+    (void)qkv_matrix_k_order(m, order);
     qkv_matrix_form(m, &form);
     for (int64_t n = 0; n < m->n_out; n++) {
-        struct parts p = take_apart(m, &form, n);
+        struct parts p = take_apart(m, &form, n, order);
         double row_scale = form.row_scale ? fabs((double)qkv_matrix_row_scale(m, n)) : 1;
         for (int64_t first = 0; first < k; first += QKV_PIECE) {
             qkv_matrix_values(m, n, first, k - first < QKV_PIECE ? k - first : QKV_PIECE,
@@ -328,13 +334,14 @@ static double worst_error(const struct qkv_matrix *m, const float *in, int32_t n
                 int64_t g = j / p.group;
                 double least = fabs((double)p.scale[g] * p.code[j]) + fabs((double)p.min[g]);
                 exact += (double)values[j] * row[j];
-                magnitude += row_scale * least * fabs((double)row[j]);
+                magnitude += row_scale * least * fabs((double)row[order[j]]);
             }
             double error = fabs(y[r * m->n_out + n] - exact) / magnitude;
             worst = !(error <= worst) ? error : worst; /* a NaN stays */
         }
         free(p.code);
     }
+    free(order);
     free(values);
     return worst;
 }
@@ -423,7 +430,7 @@ static void check_embed(const struct qkv_matrix *m, enum qkv_compute compute,
 static float int8_product(const struct qkv_matrix *m, const struct qkv_form *form, int64_t n,
                           const int32_t *x)
 {
-    struct parts p = take_apart(m, form, n);
+    struct parts p = take_apart(m, form, n, NULL);
     float total = 0;
     for (int64_t first = 0; first < m->k_in; first += p.group) {
         int64_t g = first / p.group;
@@ -488,7 +495,330 @@ static void check_int8(const struct qkv_matrix *m, enum qkv_activations activati
     free(x);
 }
 
+/* ---- quantized inputs ---- */
+
+/* What a row of the input becomes, in the formats' own words; `round`: bf16 arithmetic. */
+
+static float largest(const float *x, int64_t n)
+{
+    float amax = 0;
+    for (int64_t i = 0; i < n; i++) {
+        amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
+    }
+    return amax;
+}
+
+static void quantize_whole(const struct qkv_input *input, const float *x, int64_t k, float *out)
+{
+    if (input->quant == QKV_INPUT_INT8) {
+        int32_t *codes = allocate((size_t)k * sizeof *codes);
+        float scale = int8_codes(x, k, input->scale, codes);
+        for (int64_t i = 0; i < k; i++) {
+            out[i] = (float)codes[i] * scale;
+        }
+        free(codes);
+        return;
+    }
+    float scale = input->scale != 0 ? input->scale : largest(x, k) / 448.0f;
+    for (int64_t i = 0; i < k; i++) {
+        out[i] = qkv_e4m3_to_f32(qkv_e4m3_from_f32(x[i] / scale)) * scale;
+    }
+}
+
+/* The scale of a group, without the global one. */
+static float scale_of_group(const struct qkv_input *input, float amax, float global)
+{
+    float scale = amax / 448.0f;
+    switch (input->quant) {
+    case QKV_INPUT_MXFP8:
+        return ldexpf(1, (int)ceilf(log2f(scale)));
+    case QKV_INPUT_MXFP4: {
+        int exponent = (int)floorf(log2f(amax));
+        return ldexpf(1, exponent - 2 + (ldexpf(amax, -exponent) >= 1.75f));
+    }
+    case QKV_INPUT_NVFP4:
+        return qkv_e4m3_to_f32(qkv_e4m3_from_f32(amax / 6.0f / global));
+    default:
+        return input->power_of_two ? ldexpf(1, (int)ceilf(log2f(scale))) : scale;
+    }
+}
+
+static void quantize_reference(const struct qkv_input *input, bool round, const float *x, int64_t k,
+                               float *out)
+{
+    bool narrow = input->quant == QKV_INPUT_MXFP4 || input->quant == QKV_INPUT_NVFP4;
+    int64_t group = input->quant == QKV_INPUT_FP8_GROUP ? input->group
+                    : input->quant == QKV_INPUT_NVFP4   ? 16
+                                                        : 32;
+    float global = input->scale != 0 ? input->scale : 1;
+    if (input->quant == QKV_INPUT_INT8 || input->quant == QKV_INPUT_FP8) {
+        quantize_whole(input, x, k, out);
+        return;
+    }
+    if (input->quant == QKV_INPUT_NVFP4 && input->scale == 0) {
+        global = largest(x, k) / 2688.0f;
+    }
+    for (int64_t i = 0; i < k; i++) {
+        int64_t first = i / group * group;
+        float amax = largest(x + first, k - first < group ? k - first : group);
+        float scale = scale_of_group(input, amax, global);
+        float a = x[i] / (scale * global);
+        float code =
+            narrow ? qkv_e2m1_to_f32(qkv_e2m1_from_f32(a)) : qkv_e4m3_to_f32(qkv_e4m3_from_f32(a));
+        float value = scale == 0 ? 0 : code * scale;
+        out[i] = (round ? qkv_bf16_to_f32(qkv_bf16_from_f32(value)) : value) * global;
+    }
+}
+
+enum { INPUT_ROWS = 20 };
+
+/* `in`: what the products take of x, [INPUT_ROWS, k]. */
+static void check_input(const struct qkv_matrix *m, enum qkv_compute compute, const float *x,
+                        const float *in)
+{
+    size_t n_y = INPUT_ROWS * (size_t)m->n_out;
+    float *first = NULL;
+    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+        if (!isa->usable()) {
+            continue;
+        }
+        struct bench b = open_bench(isa->name, compute, QKV_ACTIVATIONS_CHECKPOINT, 2, &m, 1);
+        float *y = run(&b, x, INPUT_ROWS, NULL, INPUT_ROWS);
+        close_bench(&b);
+        CHECK(worst_error(m, in, INPUT_ROWS, y) <= CLASS_SUM);
+        if (compute == QKV_COMPUTE_BF16) {
+            check_rows(isa->name, QKV_ACTIVATIONS_CHECKPOINT, m, x, INPUT_ROWS, y);
+        }
+        bool own = compute == QKV_COMPUTE_BF16 && strcmp(isa->name, "avx512bf16") == 0;
+        CHECK(own || first == NULL || same_bits(first, y, n_y));
+        free(own ? y : first);
+        first = own ? first : y;
+    }
+    free(first);
+}
+
+static void check_quantized(const struct qkv_input *input, const struct codes_kind *kind,
+                            enum qkv_format scale, enum qkv_format min, int64_t k)
+{
+    struct qkv_matrix m = make_matrix(kind, scale, min, 32, 35, k);
+    size_t n_x = INPUT_ROWS * (size_t)k;
+    float *x = random_floats(n_x);
+    float *in = allocate(n_x * sizeof *in);
+    m.input = *input;
+    for (size_t i = 0; i < n_x; i += 37) {
+        x[i] *= 50;
+    }
+    CHECK_OK(qkv_matrix_check(&err, &m), err);
+    for (int compute = QKV_COMPUTE_BF16; compute <= QKV_COMPUTE_F32; compute++) {
+        for (int64_t r = 0; r < INPUT_ROWS; r++) {
+            quantize_reference(input, compute == QKV_COMPUTE_BF16, x + r * k, k, in + r * k);
+        }
+        check_input(&m, (enum qkv_compute)compute, x, in);
+    }
+    free(in);
+    free(x);
+    free_matrix(&m);
+}
+
+static void test_quantized_inputs(void)
+{
+    static const struct qkv_input inputs[] = {
+        {.quant = QKV_INPUT_INT8},
+        {.quant = QKV_INPUT_INT8, .scale = 0.02f},
+        {.quant = QKV_INPUT_FP8},
+        {.quant = QKV_INPUT_FP8, .scale = 0.01f},
+        {.quant = QKV_INPUT_FP8_GROUP, .group = 128},
+        {.quant = QKV_INPUT_FP8_GROUP, .group = 128, .power_of_two = true},
+        {.quant = QKV_INPUT_FP8_GROUP, .group = 512},
+        {.quant = QKV_INPUT_MXFP8},
+        {.quant = QKV_INPUT_MXFP4},
+        {.quant = QKV_INPUT_NVFP4},
+        {.quant = QKV_INPUT_NVFP4, .scale = 0.005f},
+    };
+    for (size_t i = 0; i < sizeof inputs / sizeof inputs[0]; i++) {
+        check_quantized(&inputs[i], &codes_kinds[4], QKV_FORMAT_F8_E8M0, QKV_FORMAT_COUNT, 544);
+        check_quantized(&inputs[i], &codes_kinds[5], QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, 303);
+        check_quantized(&inputs[i], &codes_kinds[3], QKV_FORMAT_BF16, QKV_FORMAT_BF16, 96);
+    }
+}
+
+/* The definition with integers, bit for bit, of a static scale, too. */
+static void test_int8_inputs(void)
+{
+    for (int i = 0; i < INTEGER_KINDS; i++) {
+        struct qkv_matrix m =
+            make_matrix(&codes_kinds[i], QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, 0, 37, 300);
+        m.input.quant = QKV_INPUT_INT8;
+        check_int8(&m, QKV_ACTIVATIONS_CHECKPOINT);
+        m.input.scale = 0.005f; /* clamps */
+        check_int8(&m, QKV_ACTIVATIONS_CHECKPOINT);
+        free_matrix(&m);
+    }
+}
+
+/* Rows of zeros, tiny, huge, with infinities and NaN: each by itself. */
+static void check_extreme_rows(const struct qkv_input *input)
+{
+    enum { K = 96, ROWS = 6 };
+    struct qkv_matrix m = make_matrix(&codes_kinds[0], QKV_FORMAT_BF16, QKV_FORMAT_COUNT, 32, 3, K);
+    const struct qkv_matrix *matrix = &m;
+    float *x = random_floats(ROWS * K);
+    m.input = *input;
+    for (int i = 0; i < K; i++) {
+        x[i] = 0;
+        x[K + i] *= 0x1p-120f;
+        x[2 * K + i] *= 0x1p+100f;
+    }
+    x[3 * K + 40] = INFINITY;
+    x[4 * K + 70] = NAN;
+    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+        if (!isa->usable()) {
+            continue;
+        }
+        struct bench b =
+            open_bench(isa->name, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_CHECKPOINT, 1, &matrix, 1);
+        float *y = run(&b, x, ROWS, NULL, ROWS);
+        for (int i = 0; i < 3; i++) {
+            CHECK(y[i] == 0);
+            CHECK(fabsf(y[3 + i]) < 0x1p-90f);
+            CHECK(isfinite(y[6 + i]));
+            CHECK(isnan(y[9 + i]) || input->scale != 0); /* a static scale clamps */
+            CHECK(isnan(y[12 + i]));
+            CHECK(isfinite(y[15 + i]) && y[15 + i] != 0);
+        }
+        free(y);
+        close_bench(&b);
+    }
+    free(x);
+    free_matrix(&m);
+}
+
+static void test_extreme_rows(void)
+{
+    for (int quant = QKV_INPUT_INT8; quant <= QKV_INPUT_NVFP4; quant++) {
+        struct qkv_input input = {.quant = (enum qkv_input_quant)quant, .group = 32};
+        check_extreme_rows(&input);
+        input.power_of_two = true;
+        check_extreme_rows(&input);
+        if (quant == QKV_INPUT_INT8 || quant == QKV_INPUT_FP8 || quant == QKV_INPUT_NVFP4) {
+            input.scale = 0.01f;
+            check_extreme_rows(&input);
+        }
+    }
+}
+
+/* ---- order and scale of K ---- */
+
+/* A random group for each column, every group as large as the others. */
+static int32_t *random_groups(int64_t k, int64_t group)
+{
+    int32_t *k_group = allocate((size_t)k * sizeof *k_group);
+    for (int64_t i = 0; i < k; i++) {
+        k_group[i] = (int32_t)(i / group);
+    }
+    for (int64_t i = k - 1; i > 0; i--) {
+        int64_t j = random_bits() % (uint64_t)(i + 1);
+        int32_t other = k_group[j];
+        k_group[j] = k_group[i];
+        k_group[i] = other;
+    }
+    return k_group;
+}
+
+static void test_k_order(void)
+{
+    enum { K = 512, GROUP = 64 };
+    for (int c = 2; c < 4; c++) {
+        struct qkv_matrix m =
+            make_matrix(&codes_kinds[c], QKV_FORMAT_F16, (enum qkv_format)ZERO, GROUP, 35, K);
+        int32_t *k_group = random_groups(K, GROUP);
+        float *x = random_floats(INPUT_ROWS * K);
+        round_inputs(x, INPUT_ROWS * K);
+        m.k_group = k_group;
+        CHECK_OK(qkv_matrix_check(&err, &m), err);
+        check_input(&m, QKV_COMPUTE_BF16, x, x);
+        check_input(&m, QKV_COMPUTE_F32, x, x);
+        free(x);
+        free(k_group);
+        free_matrix(&m);
+    }
+}
+
+static void test_k_scale(void)
+{
+    enum { K = 300 };
+    struct qkv_matrix m =
+        make_matrix(&codes_kinds[5], QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, 0, 35, K);
+    float *k_scale = random_floats(K);
+    float *x = random_floats(INPUT_ROWS * K);
+    float *in = allocate(INPUT_ROWS * K * sizeof *in);
+    m.k_scale = k_scale;
+    for (int i = 0; i < INPUT_ROWS * K; i++) {
+        in[i] = x[i] * k_scale[i % K];
+    }
+    check_input(&m, QKV_COMPUTE_F32, x, in);
+    round_inputs(in, INPUT_ROWS * K);
+    check_input(&m, QKV_COMPUTE_BF16, x, in);
+    free(in);
+    free(x);
+    free(k_scale);
+    free_matrix(&m);
+}
+
+/* Weights of one linear that want different inputs give what each gives alone. */
+static void test_different_inputs(void)
+{
+    enum { K = 256, ROWS = 9 };
+    struct qkv_matrix a =
+        make_matrix(&codes_kinds[4], QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, 0, 33, K);
+    struct qkv_matrix b = make_matrix(&codes_kinds[3], QKV_FORMAT_F16, QKV_FORMAT_F16, 64, 5, K);
+    struct qkv_matrix c =
+        make_matrix(&codes_kinds[0], QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, 0, 64, K);
+    const struct qkv_matrix *all[3] = {&a, &b, &c};
+    float *k_scale = random_floats(K);
+    float *x = random_floats(ROWS * K);
+    a.input.quant = QKV_INPUT_FP8;
+    b.k_scale = k_scale;
+    c.input.quant = QKV_INPUT_INT8;
+    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+        if (!isa->usable()) {
+            continue;
+        }
+        struct bench three =
+            open_bench(isa->name, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_CHECKPOINT, 2, all, 3);
+        float *y = run(&three, x, ROWS, NULL, ROWS);
+        size_t column = 0;
+        for (int i = 0; i < 3; i++) {
+            struct bench one =
+                open_bench(isa->name, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_CHECKPOINT, 1, all + i, 1);
+            float *alone = run(&one, x, ROWS, NULL, ROWS);
+            for (size_t r = 0; r < ROWS; r++) {
+                size_t n = (size_t)one.n;
+                CHECK(same_bits(alone + r * n, y + r * (size_t)three.n + column, n));
+            }
+            column += (size_t)one.n;
+            free(alone);
+            close_bench(&one);
+        }
+        free(y);
+        close_bench(&three);
+    }
+    free(k_scale);
+    free(x);
+    free_matrix(&a);
+    free_matrix(&b);
+    free_matrix(&c);
+}
+
 /* ---- tests ---- */
+
+/* The planner's number is what a weight takes. */
+static void check_size(const struct qkv_matrix *m, enum qkv_compute compute)
+{
+    struct bench b = open_bench(NULL, compute, QKV_ACTIVATIONS_BF16, 1, &m, 1);
+    CHECK_EQ_INT(cpu->weight_bytes(b.weight[0]), qkv_cpu_packed_bytes(m, compute));
+    close_bench(&b);
+}
 
 /* One matrix: its form is the one that is meant, and all paths agree. */
 static void check_matrix(const struct codes_kind *kind, enum qkv_format scale, enum qkv_format min,
@@ -497,13 +827,14 @@ static void check_matrix(const struct codes_kind *kind, enum qkv_format scale, e
     static const int64_t columns[] = {1, 31, 33, 70};
     int64_t group = 16 << turn % 5;
     int64_t k = scale == QKV_FORMAT_COUNT ? 1 + turn * 131 % 600 : group * (1 + turn % 3);
-    k += k < 64 ? 128 : 0;
     struct qkv_matrix m = make_matrix(kind, scale, min, group, columns[turn % 4], k);
     struct qkv_form form = {0};
     CHECK_OK(qkv_matrix_check(&err, &m), err);
     qkv_matrix_form(&m, &form);
     CHECK_EQ_INT(form.code, kind->code);
     CHECK((form.min == QKV_SCALE_ZERO) == (min == (enum qkv_format)ZERO));
+    check_size(&m, QKV_COMPUTE_BF16);
+    check_size(&m, QKV_COMPUTE_F32);
     check_products(&m, kind->code == QKV_CODE_T4X2);
     check_embed(&m, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16);
     check_embed(&m, QKV_COMPUTE_F32, QKV_ACTIVATIONS_BF16);
@@ -532,4 +863,5 @@ static void find_backend(void)
     cpu = qkv_cpu_backend();
 }
 
-CHECK_MAIN(find_backend, test_all_forms)
+CHECK_MAIN(find_backend, test_all_forms, test_quantized_inputs, test_int8_inputs, test_extreme_rows,
+           test_k_order, test_k_scale, test_different_inputs)
