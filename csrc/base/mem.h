@@ -47,4 +47,16 @@ enum qkv_status qkv_grow(struct qkv_error *err, void **array, size_t *capacity, 
 enum qkv_status qkv_block_alloc(struct qkv_error *err, size_t n_bytes, void **out);
 void qkv_block_free(void *block, size_t n_bytes);
 
+/* Blocks that live long, such as weights, side by side in huge pages: a mapping for each would have
+ * small pages at both ends, or be too small for a huge one. Begins as {0}; holds nothing once every
+ * block was freed. Blocks are as above, below 128 KiB too; the memory of a freed one is not used
+ * again before its neighbours are freed. One thread at a time. */
+struct qkv_arena {
+    struct qkv_arena_chunk *chunks;
+};
+
+enum qkv_status qkv_arena_alloc(struct qkv_error *err, struct qkv_arena *arena, size_t n_bytes,
+                                void **out);
+void qkv_arena_free(struct qkv_arena *arena, void *block, size_t n_bytes);
+
 #endif

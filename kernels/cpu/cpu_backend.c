@@ -24,6 +24,16 @@ static void plain_free(void *ctx, void *block, size_t n_bytes)
     qkv_block_free(block, n_bytes);
 }
 
+static enum qkv_status arena_alloc(struct qkv_error *err, void *ctx, size_t n_bytes, void **out)
+{
+    return qkv_arena_alloc(err, ctx, n_bytes, out);
+}
+
+static void arena_free(void *ctx, void *block, size_t n_bytes)
+{
+    qkv_arena_free(ctx, block, n_bytes);
+}
+
 enum qkv_status qkv_cpu_scratch_get(struct qkv_error *err, struct qkv_device *dev,
                                     enum qkv_cpu_scratch slot, size_t n_bytes, void **out)
 {
@@ -145,8 +155,10 @@ static enum qkv_status device_open(struct qkv_error *err, const struct qkv_devic
     dev->compute = options->compute;
     dev->activations = options->activations;
     dev->allocator = (struct qkv_allocator){plain_alloc, plain_free, NULL};
+    dev->weight_allocator = (struct qkv_allocator){arena_alloc, arena_free, &dev->arena};
     if (options->allocator != NULL) {
         dev->allocator = *options->allocator;
+        dev->weight_allocator = *options->allocator;
     }
     if (options->log != NULL) {
         dev->log = *options->log;

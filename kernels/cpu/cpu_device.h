@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "backend/backend.h"
+#include "base/mem.h"
 #include "base/threads.h"
 
 struct qkv_cpu_ops;
@@ -41,7 +42,9 @@ struct qkv_device {
     struct qkv_threads *threads;
     enum qkv_compute compute;
     enum qkv_activations activations;
-    struct qkv_allocator allocator; /* for buffers, weights, ropes, KV pools */
+    struct qkv_allocator allocator; /* for buffers, ropes, KV pools */
+    struct qkv_allocator weight_allocator;
+    struct qkv_arena arena; /* of weights, unless the device was given an allocator */
     struct qkv_log log;
     const struct qkv_batch *batch; /* the current one */
     struct qkv_rope *ropes;        /* list of all, so that begin() can compute their tables */

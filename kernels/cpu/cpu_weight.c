@@ -231,10 +231,10 @@ static enum qkv_status place_data(struct qkv_error *err, struct qkv_device *dev,
     size_t k_in = (size_t)w->k_in;
     size_t n_bytes = layout_bytes(matrix, form, order != NULL, w);
     void *block = NULL;
-    enum qkv_status status = n_bytes == 0
-                                 ? qkv_fail(err, QKV_ERR_MEMORY, "%s: too large",
-                                            matrix->name != NULL ? matrix->name : "weight")
-                                 : dev->allocator.alloc(err, dev->allocator.ctx, n_bytes, &block);
+    enum qkv_status status =
+        n_bytes == 0 ? qkv_fail(err, QKV_ERR_MEMORY, "%s: too large",
+                                matrix->name != NULL ? matrix->name : "weight")
+                     : dev->weight_allocator.alloc(err, dev->weight_allocator.ctx, n_bytes, &block);
     if (status == QKV_OK) {
         w->data = block;
         w->n_bytes = n_bytes;
@@ -279,7 +279,7 @@ void qkv_cpu_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight)
         return;
     }
     if (weight->data != NULL) {
-        dev->allocator.free(dev->allocator.ctx, weight->data, weight->n_bytes);
+        dev->weight_allocator.free(dev->weight_allocator.ctx, weight->data, weight->n_bytes);
     }
     free(weight);
 }

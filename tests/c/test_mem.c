@@ -199,6 +199,39 @@ static void test_release(void)
     CHECK_EQ_INT(unlink(path), 0);
 }
 
+/* Blocks of all sizes: zero, aligned, apart from each other, and usable after others were freed. */
+static void test_arena(void)
+{
+    enum { KINDS = 6, N = 60 };
+    static const size_t sizes[KINDS] = {100,     (128 << 10) + 1, 700 << 10,
+                                        2 << 20, 3000000,         70 << 20};
+    struct qkv_error err;
+    struct qkv_arena arena = {0};
+    uint8_t *blocks[N];
+    for (int pass = 0; pass < 2; pass++) {
+        for (int i = 0; i < N; i++) {
+            void *block = NULL;
+            size_t n_bytes = sizes[i % 7 % KINDS];
+            CHECK_OK(qkv_arena_alloc(&err, &arena, n_bytes, &block), err);
+            blocks[i] = block;
+            CHECK_EQ_INT((uintptr_t)block % 64, 0);
+            CHECK(blocks[i][0] == 0 && blocks[i][n_bytes - 1] == 0);
+            blocks[i][0] = (uint8_t)i;
+            blocks[i][n_bytes - 1] = (uint8_t)i;
+        }
+        for (int i = 0; i < N; i++) {
+            size_t n_bytes = sizes[i % 7 % KINDS];
+            CHECK(blocks[i][0] == i && blocks[i][n_bytes - 1] == i);
+            qkv_arena_free(&arena, blocks[i], n_bytes);
+        }
+        CHECK(arena.chunks == NULL);
+    }
+    qkv_arena_free(&arena, NULL, 1 << 20);
+    void *block = NULL;
+    CHECK_ERROR(qkv_arena_alloc(&err, &arena, SIZE_MAX, &block), err, QKV_ERR_MEMORY,
+                "out of memory");
+}
+
 static void test_folders(void)
 {
     struct qkv_error err;
@@ -216,4 +249,4 @@ static void test_folders(void)
 }
 
 CHECK_MAIN(test_sizes, test_calloc, test_grow, test_blocks, test_cursor, test_files, test_release,
-           test_folders)
+           test_arena, test_folders)
