@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/mem.h"
+#include "base/os.h"
 #include "model/names.h"
 #include "model/plan.h"
 #include "model/rope.h"
@@ -71,6 +72,7 @@ static enum qkv_status load_matrix(struct qkv_error *err, struct loader *loader,
         .n_out = tensor->shape[0],
         .k_in = tensor->shape[1],
         .blocks = tensor->data,
+        .release = qkv_map_release,
         .row_index = row_index,
     };
     const enum qkv_status status = model->backend->weight_create(err, model->device, &desc, out);

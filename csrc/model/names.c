@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "base/mem.h"
+#include "base/os.h"
 #include "io/name_list.h"
 #include "model/kv_scales.h"
 
@@ -146,22 +147,34 @@ static enum qkv_status bind(struct qkv_error *err, struct binder *binder, enum q
     return QKV_OK;
 }
 
+/* Compared in steps, so that never much of both is in memory. */
+static bool same_bytes(const struct qkv_tensor *a, const struct qkv_tensor *b)
+{
+    const uint64_t step = 4 << 20;
+    bool same = a->format == b->format && a->n_bytes == b->n_bytes;
+    for (uint64_t at = 0; same && at < a->n_bytes; at += step) {
+        const uint64_t n = a->n_bytes - at < step ? a->n_bytes - at : step;
+        same = memcmp(a->data + at, b->data + at, (size_t)n) == 0;
+        qkv_map_release(a->data + at, n);
+        qkv_map_release(b->data + at, n);
+    }
+    return same;
+}
+
 static enum qkv_status bind_top(struct qkv_error *err, struct binder *binder)
 {
     const struct qkv_model_config *config = binder->config;
     QKV_TRY(bind(err, binder, QKV_PART_EMBED, config->vocab, config->hidden));
     QKV_TRY(bind(err, binder, QKV_PART_FINAL_NORM, config->hidden, 0));
     QKV_TRY(bind_optional(err, binder, QKV_PART_ROPE_FACTORS, config->head_dim / 2, 0));
-    if (!config->tied) {
-        return bind(err, binder, QKV_PART_HEAD, config->vocab, config->hidden);
+    if (config->tied) {
+        QKV_TRY(bind_optional(err, binder, QKV_PART_HEAD, config->vocab, config->hidden));
+    } else {
+        QKV_TRY(bind(err, binder, QKV_PART_HEAD, config->vocab, config->hidden));
     }
-    QKV_TRY(bind_optional(err, binder, QKV_PART_HEAD, config->vocab, config->hidden));
-    const struct qkv_tensor *embed = binder->parts[QKV_PART_EMBED];
     const struct qkv_tensor *head = binder->parts[QKV_PART_HEAD];
-    if (head != NULL && head->format == embed->format && head->n_bytes == embed->n_bytes &&
-        memcmp(head->data, embed->data, embed->n_bytes) == 0) {
-        qkv_weights_release(binder->weights, head);
-        binder->parts[QKV_PART_HEAD] = NULL;
+    if (head != NULL && same_bytes(head, binder->parts[QKV_PART_EMBED])) {
+        binder->parts[QKV_PART_HEAD] = NULL; /* stored once, whatever the config says */
     }
     return QKV_OK;
 }

@@ -100,6 +100,9 @@ struct qkv_matrix {
     const int32_t *k_group;   /* [k_in] GPTQ's g_idx, or NULL */
 
     /* Of either. */
+    /* If not NULL: these bytes of blocks or codes need not stay in memory. Called while they are
+     * packed, by several threads, for most of them. */
+    void (*release)(const uint8_t *data, uint64_t n_bytes);
     const int32_t *row_index; /* [n_out]: row i is stored as row row_index[i]; or NULL */
     const float *k_scale;     /* [k_in]: the input is multiplied by it first; or NULL */
     struct qkv_input input;

@@ -11,7 +11,10 @@
 #include "base/mem.h"
 #include "quant/formats.h"
 
-enum { PIECE = QKV_PIECE }; /* elements; a multiple of every format's block */
+enum {
+    PIECE = QKV_PIECE,      /* elements; a multiple of every format's block */
+    RELEASE_BYTES = 4 << 20 /* packed by a thread before it gives back pages of the file */
+};
 
 size_t qkv_cpu_code_bits(enum qkv_pack pack)
 {
@@ -60,42 +63,48 @@ static inline uint32_t order_pairs(uint32_t word)
     return swap_bits(swap_bits(word, 8, 0x0000ff00u), 4, 0x00f000f0u);
 }
 
-static void nibble_words(const uint32_t *restrict codes, size_t n, uint32_t *restrict out)
+/* Codes 4i to 4i + 3. */
+static inline uint32_t load_word(const int8_t *code, size_t i)
+{
+    uint32_t word;
+    memcpy(&word, code + 4 * i, sizeof word);
+    return word;
+}
+
+static void nibble_words(const int8_t *restrict code, size_t n, uint32_t *restrict out)
 {
     for (size_t i = 0; i < n / QKV_UNIT; i++) {
-        out[i] = order_pairs(join_nibbles(codes[2 * i], codes[2 * i + 1]));
+        out[i] = order_pairs(join_nibbles(load_word(code, 2 * i), load_word(code, 2 * i + 1)));
     }
 }
 
 /* Of the byte layout. Adding 8 to a nibble of 4 bits flips its highest one. */
-static void nibble_byte_words(const uint32_t *restrict codes, size_t n, int offset,
+static void nibble_byte_words(const int8_t *restrict code, size_t n, int offset,
                               uint32_t *restrict out)
 {
     uint32_t flip = 0x11111111u * (uint32_t)offset;
     for (size_t i = 0; i < n / QKV_UNIT; i++) {
-        out[i] = join_nibbles(codes[2 * i], codes[2 * i + 1]) ^ flip;
+        out[i] = join_nibbles(load_word(code, 2 * i), load_word(code, 2 * i + 1)) ^ flip;
     }
 }
 
-static void byte_words(const uint32_t *restrict codes, size_t n, int offset, uint32_t *restrict out)
+static void byte_words(const int8_t *restrict code, size_t n, int offset, uint32_t *restrict out)
 {
     uint32_t flip = 0x01010101u * (uint32_t)offset;
     for (size_t i = 0; i < n / 4; i++) {
-        out[i] = codes[i] ^ flip;
+        out[i] = load_word(code, i) ^ flip;
     }
 }
 
 static void code_words(const struct qkv_weight *w, const int8_t *code, size_t n, uint32_t *out)
 {
-    uint32_t codes[QKV_PIECE / 4];
     int offset = w->bytes ? qkv_cpu_byte_offset(w->pack) : 0;
-    memcpy(codes, code, n);
     if (qkv_cpu_code_bits(w->pack) == 8) {
-        byte_words(codes, n, offset, out);
+        byte_words(code, n, offset, out);
     } else if (w->bytes) {
-        nibble_byte_words(codes, n, offset, out);
+        nibble_byte_words(code, n, offset, out);
     } else {
-        nibble_words(codes, n, out);
+        nibble_words(code, n, out);
     }
 }
 
@@ -323,6 +332,23 @@ static void put_row_scales(const struct qkv_pack_task *task, size_t panel)
     }
 }
 
+/* The rows of panels [begin, end) are packed. Reordered ones lie in other panels' bytes too. */
+static void release_rows(const struct qkv_pack_task *task, size_t begin, size_t end)
+{
+    const struct qkv_matrix *matrix = task->matrix;
+    int64_t first = (int64_t)(begin * QKV_PANEL);
+    int64_t last = (int64_t)(end * QKV_PANEL);
+    size_t piece_bytes;
+    if (matrix->release == NULL || matrix->row_index != NULL) {
+        return;
+    }
+    const uint8_t *stored = stored_piece(matrix, first, 0, &piece_bytes);
+    if (stored != NULL) {
+        last = last < matrix->n_out ? last : matrix->n_out;
+        matrix->release(stored, (uint64_t)(stored_piece(matrix, last, 0, &piece_bytes) - stored));
+    }
+}
+
 void qkv_cpu_pack_panels(void *ctx, size_t begin, size_t end, int thread)
 {
     const struct qkv_pack_task *task = ctx;
@@ -330,11 +356,15 @@ void qkv_cpu_pack_panels(void *ctx, size_t begin, size_t end, int thread)
     p.task = task;
     p.w = task->w;
     p.stride = PIECE * qkv_cpu_code_bits(task->w->pack) / 32 + 1;
+    size_t step = RELEASE_BYTES / task->w->panel_bytes + 1;
     (void)thread;
     for (size_t panel = begin; panel < end; panel++) {
         pack_panel(task, panel, &p);
         if (task->w->row_scale != NULL) {
             put_row_scales(task, panel);
+        }
+        if ((panel + 1 - begin) % step == 0) {
+            release_rows(task, panel + 1 - step, panel + 1);
         }
     }
 }
