@@ -216,8 +216,9 @@ struct qkv_divergence_out {
 /* What a device may be asked before a plan is made, so that no step falls back silently. */
 struct qkv_support_query {
     enum qkv_format weight_format; /* QKV_FORMAT_COUNT: not asked */
-    bool int8; /* whether that weight is multiplied in int8 on this device, not just at all */
-    enum qkv_kv_format k_format; /* QKV_KV_FORMAT_COUNT: not asked */
+    const struct qkv_form *int8;   /* whether a weight of this form is multiplied in int8 on this
+                                    device, not just at all; NULL: not asked */
+    enum qkv_kv_format k_format;   /* QKV_KV_FORMAT_COUNT: not asked */
     enum qkv_kv_format v_format;
     int32_t k_dim; /* of a head, with the KV formats */
     int32_t v_dim;

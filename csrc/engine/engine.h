@@ -51,6 +51,8 @@ struct qkv_engine_options {
     int32_t max_model_len; /* 0: the model's */
     bool prefix_cache;
     bool offline;
+    const struct qkv_matrices *matrices; /* of quantized weights, or NULL; read while opening */
+    const struct qkv_target *online; /* plain weights are quantized to it while loading, or NULL */
     struct qkv_log log;
     bool (*progress)(void *ctx, uint64_t done_bytes, uint64_t total_bytes); /* may be NULL */
     void *progress_ctx;

@@ -139,6 +139,8 @@ static enum qkv_status load_model(struct qkv_error *err, struct qkv_engine *engi
         .max_rows = engine->max_rows,
         .max_logit_rows = engine->max_logit_rows,
         .quantize_q = options->quantize_q,
+        .matrices = options->matrices,
+        .online = options->online,
         .int8 = options->activations == QKV_ACTIVATIONS_INT8,
         .log = &engine->log,
         .progress = options->progress,

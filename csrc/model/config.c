@@ -141,23 +141,19 @@ static bool is_cache_only(const struct qkv_json_node *section, struct qkv_model_
     return true;
 }
 
-/* Weights quantized by a tool are told by the config, before a tensor is looked at. */
-static enum qkv_status refuse_quantized(struct qkv_error *err, const struct qkv_json_node *root,
-                                        struct qkv_model_config *out)
+/* Which matrices, and how, is for descriptions to say (matrices.h). */
+static void note_quantized(const struct qkv_json_node *root, struct qkv_model_config *out)
 {
     static const char *const KEYS[] = {"quantization_config", "compression_config", "quantization"};
     for (size_t i = 0; i < sizeof KEYS / sizeof KEYS[0]; i++) {
         const struct qkv_json_node *node = qkv_json_find(root, KEYS[i]);
-        if (node == NULL || node->type == QKV_JSON_NULL || is_cache_only(node, out)) {
-            continue;
+        if (node != NULL && node->type != QKV_JSON_NULL && !is_cache_only(node, out)) {
+            (void)snprintf(out->quantized, sizeof out->quantized,
+                           "config.json: %s: quant_method %.32s", KEYS[i],
+                           text_or(node, "quant_method"));
+            return;
         }
-        return qkv_fail(
-            err, QKV_ERR_UNSUPPORTED,
-            "config.json: %s: quant_method %.64s, format %.64s: quantized safetensors are "
-            "not supported",
-            KEYS[i], text_or(node, "quant_method"), text_or(node, "format"));
     }
-    return QKV_OK;
 }
 
 /* The class: the only entry of "architectures". */
@@ -189,7 +185,7 @@ static enum qkv_status describe_json(struct qkv_error *err, const struct qkv_jso
     const struct arch *arch;
     QKV_TRY(find_arch(err, name, false, &arch));
     start_config(arch, out);
-    QKV_TRY(refuse_quantized(err, root, out));
+    note_quantized(root, out);
     const struct qkv_source source = {
         .object = root, .object_name = "config.json", .weights = weights};
     QKV_TRY(arch->describe(err, &source, out));
@@ -241,8 +237,8 @@ static enum qkv_status read_generation_config(struct qkv_error *err,
 }
 
 /* ModelOpt's own file beside config.json. */
-static enum qkv_status refuse_sidecar(struct qkv_error *err, const struct qkv_weights *weights,
-                                      const char *file_name, struct qkv_model_config *out)
+static enum qkv_status read_sidecar(struct qkv_error *err, const struct qkv_weights *weights,
+                                    const char *file_name, struct qkv_model_config *out)
 {
     char *text;
     size_t length;
@@ -257,13 +253,11 @@ static enum qkv_status refuse_sidecar(struct qkv_error *err, const struct qkv_we
         return qkv_fail_prefix(err, status, file_name);
     }
     const struct qkv_json_node *section = qkv_json_find(qkv_json_root(document), "quantization");
-    const bool cache_only = section != NULL && is_cache_only(section, out);
-    qkv_json_free(document);
-    if (cache_only) {
-        return QKV_OK;
+    if ((section == NULL || !is_cache_only(section, out)) && out->quantized[0] == '\0') {
+        (void)snprintf(out->quantized, sizeof out->quantized, "%s", file_name);
     }
-    return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                    "%s: checkpoints quantized by ModelOpt are not supported", file_name);
+    qkv_json_free(document);
+    return QKV_OK;
 }
 
 static enum qkv_status read_folder(struct qkv_error *err, const struct qkv_weights *weights,
@@ -278,7 +272,7 @@ static enum qkv_status read_folder(struct qkv_error *err, const struct qkv_weigh
     const enum qkv_status status = qkv_model_config_parse(err, text, length, out);
     free(text);
     QKV_TRY(status);
-    QKV_TRY(refuse_sidecar(err, weights, "hf_quant_config.json", out));
+    QKV_TRY(read_sidecar(err, weights, "hf_quant_config.json", out));
     return read_generation_config(err, weights, out);
 }
 

@@ -64,6 +64,7 @@ struct qkv_model_config {
     int32_t n_eos;
     int32_t bos_id; /* -1: none */
     char dtype[16]; /* what the config says the weights are: "bfloat16"; "" if it does not say */
+    char quantized[96];   /* what says that matrices are quantized, "" if nothing does */
     char kv_declared[16]; /* KV format that the checkpoint declares ("fp8_e4m3"), "" if none */
 };
 

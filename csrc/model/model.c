@@ -7,7 +7,6 @@
 #include <string.h>
 
 #include "base/mem.h"
-#include "base/os.h"
 #include "model/names.h"
 #include "model/plan.h"
 #include "model/rope.h"
@@ -51,35 +50,60 @@ static enum qkv_status tensor_done(struct qkv_error *err, struct loader *loader,
     return QKV_OK;
 }
 
+static bool is_quantized_online(const struct loader *loader, enum qkv_part part,
+                                const struct qkv_matrix *matrix)
+{
+    const struct qkv_target *target = loader->options->online;
+    const bool is_float = matrix->format == QKV_FORMAT_BF16 || matrix->format == QKV_FORMAT_F16 ||
+                          matrix->format == QKV_FORMAT_F32;
+    const bool is_fp8 = matrix->format == QKV_FORMAT_COUNT && matrix->codes.bits == 8 &&
+                        matrix->codes.meaning == QKV_MEANING_E4M3;
+    const bool is_end = part == QKV_PART_EMBED || part == QKV_PART_HEAD;
+    return target != NULL && (is_float || is_fp8) && (!is_end || target->kind == QKV_TARGET_AFFINE);
+}
+
+/* Into the backend's packing, quantized on the way if that was asked for. */
+static enum qkv_status create_weight(struct qkv_error *err, const struct loader *loader,
+                                     enum qkv_part part, const struct qkv_matrix *matrix,
+                                     struct qkv_weight **out)
+{
+    const struct qkv_model *model = loader->model;
+    if (!is_quantized_online(loader, part, matrix)) {
+        return model->backend->weight_create(err, model->device, matrix, out);
+    }
+    struct qkv_quantized quantized;
+    QKV_TRY(qkv_quantize_matrix(err, matrix, loader->options->online, &quantized));
+    const enum qkv_status status =
+        model->backend->weight_create(err, model->device, &quantized.matrix, out);
+    qkv_quantized_free(&quantized);
+    return status;
+}
+
 static enum qkv_status load_matrix(struct qkv_error *err, struct loader *loader, int32_t layer,
                                    enum qkv_part part, struct qkv_weight **out)
 {
     const struct qkv_model *model = loader->model;
-    const struct qkv_tensor *tensor = qkv_bound_get(&loader->bound, layer, part);
+    const struct qkv_stored *stored = qkv_bound_get(&loader->bound, layer, part)->matrix;
+    struct qkv_matrix matrix = stored->matrix;
     int32_t *row_index = NULL;
     if (is_permuted(loader, part)) {
-        const int32_t n_rows = (int32_t)tensor->shape[0];
+        const int32_t n_rows = (int32_t)matrix.n_out;
         void *block;
         QKV_TRY(qkv_calloc(err, (size_t)n_rows, sizeof *row_index, &block));
         row_index = block;
         for (int32_t i = 0; i < n_rows; i++) {
             row_index[i] = unpermuted_row(i, model->config.head_dim);
         }
+        matrix.row_index = row_index;
     }
-    const struct qkv_matrix desc = {
-        .name = tensor->name,
-        .format = tensor->format,
-        .n_out = tensor->shape[0],
-        .k_in = tensor->shape[1],
-        .blocks = tensor->data,
-        .release = qkv_map_release,
-        .row_index = row_index,
-    };
-    const enum qkv_status status = model->backend->weight_create(err, model->device, &desc, out);
+    const enum qkv_status status = create_weight(err, loader, part, &matrix, out);
     free(row_index);
     QKV_TRY(status);
     loader->model->memory.weight_bytes += model->backend->weight_bytes(*out);
-    return tensor_done(err, loader, tensor);
+    for (int32_t i = 0; i < stored->n_tensors; i++) {
+        QKV_TRY(tensor_done(err, loader, stored->tensors[i]));
+    }
+    return QKV_OK;
 }
 
 /* Values of a vector as f32, in the order in which the model uses them. Free with free(). */
@@ -112,7 +136,7 @@ static enum qkv_status load_vector(struct qkv_error *err, struct loader *loader,
                                    enum qkv_part part, bool plus_one, struct qkv_buffer **out)
 {
     struct qkv_model *model = loader->model;
-    const struct qkv_tensor *tensor = qkv_bound_get(&loader->bound, layer, part);
+    const struct qkv_tensor *tensor = qkv_bound_get(&loader->bound, layer, part)->vector;
     if (tensor == NULL) {
         return QKV_OK;
     }
@@ -172,7 +196,8 @@ static enum qkv_status load_layer(struct qkv_error *err, struct loader *loader, 
 static enum qkv_status divide_by_factors(struct qkv_error *err, struct loader *loader,
                                          float *inv_freq)
 {
-    const struct qkv_tensor *tensor = qkv_bound_get(&loader->bound, -1, QKV_PART_ROPE_FACTORS);
+    const struct qkv_tensor *tensor =
+        qkv_bound_get(&loader->bound, -1, QKV_PART_ROPE_FACTORS)->vector;
     if (tensor == NULL) {
         return QKV_OK;
     }
@@ -258,49 +283,51 @@ static enum qkv_status survey(struct qkv_error *err, struct loader *loader)
 {
     const struct qkv_model *model = loader->model;
     bool asked[QKV_FORMAT_COUNT] = {false};
-    const size_t n_parts = ((size_t)model->config.n_layers + 1) * QKV_PART_COUNT;
-    for (size_t i = 0; i < n_parts; i++) {
-        const struct qkv_tensor *tensor = loader->bound.parts[i];
-        if (tensor == NULL) {
+    for (size_t i = 0; i < loader->bound.n_parts; i++) {
+        const struct qkv_bound_part *part = &loader->bound.parts[i];
+        loader->total_bytes += part->vector == NULL ? 0 : part->vector->n_bytes;
+        for (int32_t t = 0; part->matrix != NULL && t < part->matrix->n_tensors; t++) {
+            loader->total_bytes += part->matrix->tensors[t]->n_bytes;
+        }
+        const enum qkv_format format =
+            part->matrix == NULL ? QKV_FORMAT_COUNT : part->matrix->matrix.format;
+        if (format == QKV_FORMAT_COUNT || asked[format]) {
             continue;
         }
-        loader->total_bytes += tensor->n_bytes;
-        if (tensor->n_dims < 2 || asked[tensor->format]) {
-            continue;
-        }
-        asked[tensor->format] = true;
+        asked[format] = true;
         const struct qkv_support_query query = {
-            .weight_format = tensor->format,
+            .weight_format = format,
             .k_format = QKV_KV_FORMAT_COUNT,
             .v_format = QKV_KV_FORMAT_COUNT,
         };
         const enum qkv_status status = model->backend->supports(err, model->device, &query);
         if (status != QKV_OK) {
-            return qkv_fail_prefix(err, status, tensor->name);
+            return qkv_fail_prefix(err, status, part->matrix->matrix.name);
         }
     }
     return QKV_OK;
 }
 
-/* Which matrices are multiplied in int8: known from their formats, before anything is loaded. */
+/* Which matrices are multiplied in int8: known from their forms, before anything is loaded. */
 static enum qkv_status count_int8(struct qkv_error *err, struct loader *loader)
 {
     struct qkv_model *model = loader->model;
-    const bool tied = qkv_bound_get(&loader->bound, -1, QKV_PART_HEAD) == NULL;
-    const size_t n_parts = ((size_t)model->config.n_layers + 1) * QKV_PART_COUNT;
-    for (size_t i = 0; i < n_parts; i++) {
-        const struct qkv_tensor *tensor = loader->bound.parts[i];
-        if (tensor == NULL || tensor->n_dims < 2 || (i == QKV_PART_EMBED && !tied)) {
+    const bool tied = qkv_bound_get(&loader->bound, -1, QKV_PART_HEAD)->matrix == NULL;
+    for (size_t i = 0; i < loader->bound.n_parts; i++) {
+        const struct qkv_stored *stored = loader->bound.parts[i].matrix;
+        if (stored == NULL || (i == QKV_PART_EMBED && !tied)) {
             continue;
         }
+        struct qkv_form form;
+        qkv_matrix_form(&stored->matrix, &form);
+        model->int8.n_matrices++;
         const struct qkv_support_query query = {
-            .weight_format = tensor->format,
-            .int8 = true,
+            .weight_format = QKV_FORMAT_COUNT,
+            .int8 = &form,
             .k_format = QKV_KV_FORMAT_COUNT,
             .v_format = QKV_KV_FORMAT_COUNT,
         };
         struct qkv_error why;
-        model->int8.n_matrices++;
         if (model->backend->supports(&why, model->device, &query) == QKV_OK) {
             model->int8.n_int8++;
         }
@@ -316,7 +343,7 @@ static enum qkv_status count_int8(struct qkv_error *err, struct loader *loader)
 static enum qkv_status load_head(struct qkv_error *err, struct loader *loader)
 {
     struct qkv_model *model = loader->model;
-    const struct qkv_tensor *head = qkv_bound_get(&loader->bound, -1, QKV_PART_HEAD);
+    const struct qkv_stored *head = qkv_bound_get(&loader->bound, -1, QKV_PART_HEAD)->matrix;
     if (head == NULL) {
         model->head = model->embed;
         return QKV_OK;
@@ -326,7 +353,7 @@ static enum qkv_status load_head(struct qkv_error *err, struct loader *loader)
         qkv_log_write(loader->options->log, QKV_LOG_WARNING,
                       "%s differs from the embedding although the config ties the two: it is used, "
                       "as transformers does",
-                      head->name);
+                      head->matrix.name);
     }
     return load_matrix(err, loader, -1, QKV_PART_HEAD, &model->head);
 }
@@ -380,7 +407,8 @@ enum qkv_status qkv_model_load(struct qkv_error *err, const struct qkv_weights *
 {
     struct loader loader = {.weights = weights, .options = options};
     QKV_TRY(create_model(err, weights, options, &loader.model));
-    enum qkv_status status = qkv_bind_model(err, weights, &loader.model->config, &loader.bound);
+    enum qkv_status status =
+        qkv_bind_model(err, weights, &loader.model->config, options->matrices, &loader.bound);
     if (status == QKV_OK) {
         status = load_all(err, &loader);
     }

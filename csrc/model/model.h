@@ -9,16 +9,22 @@
 #include "base/status.h"
 #include "io/weights.h"
 #include "model/config.h"
+#include "model/matrices.h"
+#include "quant/quantize.h"
 
 struct qkv_model;
 
 struct qkv_model_options {
     const struct qkv_backend *backend;
-    struct qkv_device *device; /* outlives the model */
-    int32_t max_rows;          /* rows of a batch, at most */
-    int32_t max_logit_rows;    /* rows per qkv_model_logits, at most */
-    bool quantize_q;           /* struct qkv_attention.quantize_q, in every layer */
-    bool int8;                 /* the device quantizes activations: some matrix must take that */
+    struct qkv_device *device;           /* outlives the model */
+    int32_t max_rows;                    /* rows of a batch, at most */
+    int32_t max_logit_rows;              /* rows per qkv_model_logits, at most */
+    bool quantize_q;                     /* struct qkv_attention.quantize_q, in every layer */
+    const struct qkv_matrices *matrices; /* of quantized weights (matrices.h), or NULL */
+    /* Plain matrices are quantized to this while they are loaded, one at a time; NULL: not. The
+     * embedding and the head stay as they are, but for MLX's affine targets. */
+    const struct qkv_target *online;
+    bool int8; /* the device quantizes activations: some matrix must take that */
     const struct qkv_log *log;
     /* Called after each tensor; returns false to stop loading (QKV_ERR_STATE "interrupted"). */
     bool (*progress)(void *ctx, uint64_t done_bytes, uint64_t total_bytes);

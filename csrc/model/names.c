@@ -74,7 +74,9 @@ void qkv_part_name(char out[QKV_TENSOR_NAME_MAX], enum qkv_part part, int32_t la
 struct binder {
     const struct qkv_weights *weights;
     const struct qkv_model_config *config;
-    const struct qkv_tensor **parts; /* of the row that is being filled */
+    const struct qkv_matrices *matrices; /* may be NULL */
+    bool *bound;                         /* [their number]: which have become a matrix */
+    struct qkv_bound_part *parts;        /* of the row that is being filled */
     int32_t layer;
     const struct qkv_tensor **used; /* [capacity] */
     size_t n_used;
@@ -114,6 +116,48 @@ static enum qkv_status check_shape(struct qkv_error *err, const struct qkv_tenso
                     there, expected);
 }
 
+static enum qkv_status mark_used(struct qkv_error *err, struct binder *binder,
+                                 const struct qkv_tensor *tensor)
+{
+    if (binder->n_used == binder->capacity) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: used twice", tensor->name);
+    }
+    binder->used[binder->n_used++] = tensor;
+    return QKV_OK;
+}
+
+/* A matrix [rows, cols] into *part, left as it is if there is none. */
+static enum qkv_status bind_matrix(struct qkv_error *err, struct binder *binder, const char *name,
+                                   int64_t rows, int64_t cols, struct qkv_bound_part *part)
+{
+    const struct qkv_tensor *tensor = qkv_weights_find(binder->weights, name);
+    const ptrdiff_t index =
+        binder->matrices == NULL ? -1 : qkv_matrices_find(binder->matrices, name);
+    struct qkv_stored stored;
+    if (index >= 0) {
+        QKV_TRY(qkv_stored_described(err, binder->matrices, (size_t)index, binder->weights, rows,
+                                     cols, &stored));
+        binder->bound[index] = true;
+    } else if (tensor != NULL) {
+        QKV_TRY(check_shape(err, tensor, rows, cols));
+        QKV_TRY(qkv_stored_plain(err, tensor, &stored));
+    } else {
+        return QKV_OK;
+    }
+    void *block;
+    enum qkv_status status = qkv_calloc(err, 1, sizeof stored, &block);
+    if (status != QKV_OK) {
+        qkv_stored_free(&stored);
+        return status;
+    }
+    part->matrix = block;
+    *part->matrix = stored;
+    for (int32_t i = 0; i < stored.n_tensors; i++) {
+        QKV_TRY(mark_used(err, binder, stored.tensors[i]));
+    }
+    return QKV_OK;
+}
+
 /* A vector of `rows` elements if cols is 0, else a matrix [rows, cols]. */
 static enum qkv_status bind_optional(struct qkv_error *err, struct binder *binder,
                                      enum qkv_part part, int64_t rows, int64_t cols)
@@ -121,16 +165,18 @@ static enum qkv_status bind_optional(struct qkv_error *err, struct binder *binde
     char name[QKV_TENSOR_NAME_MAX];
     qkv_part_name(name, part, binder->layer, qkv_weights_container(binder->weights),
                   binder->config->post_norms);
-    const struct qkv_tensor *tensor =
-        name[0] == '\0' ? NULL : qkv_weights_find(binder->weights, name);
-    if (tensor != NULL) {
-        QKV_TRY(check_shape(err, tensor, rows, cols));
-        if (binder->n_used == binder->capacity) {
-            return qkv_fail(err, QKV_ERR_INTERNAL, "%s: bound twice", tensor->name);
-        }
-        binder->used[binder->n_used++] = tensor;
+    if (name[0] == '\0') {
+        return QKV_OK;
     }
-    binder->parts[part] = tensor;
+    if (cols != 0) {
+        return bind_matrix(err, binder, name, rows, cols, &binder->parts[part]);
+    }
+    const struct qkv_tensor *tensor = qkv_weights_find(binder->weights, name);
+    if (tensor != NULL) {
+        QKV_TRY(check_shape(err, tensor, rows, 0));
+        QKV_TRY(mark_used(err, binder, tensor));
+    }
+    binder->parts[part].vector = tensor;
     return QKV_OK;
 }
 
@@ -138,7 +184,7 @@ static enum qkv_status bind(struct qkv_error *err, struct binder *binder, enum q
                             int64_t rows, int64_t cols)
 {
     QKV_TRY(bind_optional(err, binder, part, rows, cols));
-    if (binder->parts[part] == NULL) {
+    if (binder->parts[part].vector == NULL && binder->parts[part].matrix == NULL) {
         char name[QKV_TENSOR_NAME_MAX];
         qkv_part_name(name, part, binder->layer, qkv_weights_container(binder->weights),
                       binder->config->post_norms);
@@ -161,6 +207,13 @@ static bool same_bytes(const struct qkv_tensor *a, const struct qkv_tensor *b)
     return same;
 }
 
+/* Two plain tensors that hold the same bytes. */
+static bool same_matrix(const struct qkv_stored *a, const struct qkv_stored *b)
+{
+    return a->matrix.format != QKV_FORMAT_COUNT && b->matrix.format != QKV_FORMAT_COUNT &&
+           same_bytes(a->tensors[0], b->tensors[0]);
+}
+
 static enum qkv_status bind_top(struct qkv_error *err, struct binder *binder)
 {
     const struct qkv_model_config *config = binder->config;
@@ -172,9 +225,10 @@ static enum qkv_status bind_top(struct qkv_error *err, struct binder *binder)
     } else {
         QKV_TRY(bind(err, binder, QKV_PART_HEAD, config->vocab, config->hidden));
     }
-    const struct qkv_tensor *head = binder->parts[QKV_PART_HEAD];
-    if (head != NULL && same_bytes(head, binder->parts[QKV_PART_EMBED])) {
-        binder->parts[QKV_PART_HEAD] = NULL; /* stored once, whatever the config says */
+    struct qkv_stored **head = &binder->parts[QKV_PART_HEAD].matrix;
+    if (*head != NULL && same_matrix(*head, binder->parts[QKV_PART_EMBED].matrix)) {
+        free(*head); /* stored once, whatever the config says */
+        *head = NULL;
     }
     return QKV_OK;
 }
@@ -235,20 +289,6 @@ static bool is_kv_scale(const struct binder *binder, const char *name)
            qkv_kv_scale_named(name);
 }
 
-static const char *const QUANT_ENDS[] = {"weight_scale", "weight_scale_inv", "input_scale",
-                                         "qweight",      "qzeros",           "scales",
-                                         "g_idx",        "weight_packed",    "weight_scale_2"};
-
-static bool ends_with_any(const char *name, const char *const *ends, size_t n_ends)
-{
-    for (size_t i = 0; i < n_ends; i++) {
-        if (qkv_text_ends_with(name, ends[i])) {
-            return true;
-        }
-    }
-    return false;
-}
-
 static int compare_pointers(const void *a, const void *b)
 {
     const uintptr_t x = (uintptr_t)*(const struct qkv_tensor *const *)a;
@@ -268,15 +308,25 @@ static enum qkv_status check_left_over(struct qkv_error *err, struct binder *bin
                                             sizeof *binder->used, compare_pointers) != NULL)) {
             continue;
         }
-        if (ends_with_any(tensor->name, QUANT_ENDS, sizeof QUANT_ENDS / sizeof *QUANT_ENDS)) {
-            return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                            "%s: quantized weights in safetensors are not supported", tensor->name);
-        }
         first = n_left++ == 0 ? tensor->name : first;
     }
     if (n_left != 0) {
         return qkv_fail(err, QKV_ERR_CHECKPOINT,
                         "%s: no part of the architecture (%zu such tensors)", first, n_left);
+    }
+    return QKV_OK;
+}
+
+/* Every description has become a matrix. */
+static enum qkv_status check_described(struct qkv_error *err, const struct binder *binder)
+{
+    const size_t n = binder->matrices == NULL ? 0 : qkv_matrices_count(binder->matrices);
+    for (size_t i = 0; i < n; i++) {
+        if (!binder->bound[i]) {
+            return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                            "%.128s: described, but no part of the architecture",
+                            qkv_matrices_name(binder->matrices, i));
+        }
     }
     return QKV_OK;
 }
@@ -289,28 +339,44 @@ static enum qkv_status bind_all(struct qkv_error *err, struct binder *binder,
         binder->parts = bound->parts + (size_t)(layer + 1) * QKV_PART_COUNT;
         QKV_TRY(layer < 0 ? bind_top(err, binder) : bind_layer(err, binder));
     }
+    QKV_TRY(check_described(err, binder));
     return check_left_over(err, binder);
 }
 
-enum qkv_status qkv_bind_model(struct qkv_error *err, const struct qkv_weights *weights,
-                               const struct qkv_model_config *config, struct qkv_bound *out)
+static enum qkv_status create_binder(struct qkv_error *err, struct binder *binder)
 {
-    const size_t n_rows = (size_t)config->n_layers + 1;
-    const size_t capacity = qkv_weights_count(weights);
-    void *parts = NULL;
-    void *used = NULL;
+    const size_t n = binder->matrices == NULL ? 0 : qkv_matrices_count(binder->matrices);
+    binder->capacity = qkv_weights_count(binder->weights);
+    void *block;
+    QKV_TRY(qkv_calloc(err, binder->capacity + 1, sizeof *binder->used, &block));
+    binder->used = block;
+    QKV_TRY(qkv_calloc(err, n + 1, sizeof *binder->bound, &block));
+    binder->bound = block;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_bind_model(struct qkv_error *err, const struct qkv_weights *weights,
+                               const struct qkv_model_config *config,
+                               const struct qkv_matrices *matrices, struct qkv_bound *out)
+{
+    if (config->quantized[0] != '\0' && matrices == NULL) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "%s: quantized weights, and nobody has described them", config->quantized);
+    }
     struct qkv_kv_scales kv_scales;
     QKV_TRY(qkv_kv_scales_read(err, weights, config, &kv_scales));
     qkv_kv_scales_free(&kv_scales); /* here they only have to be sound */
-    QKV_TRY(qkv_calloc(err, n_rows * QKV_PART_COUNT, sizeof *out->parts, &parts));
-    enum qkv_status status = qkv_calloc(err, capacity + 1, sizeof(struct qkv_tensor *), &used);
-    struct qkv_bound bound = {.parts = parts};
+    struct qkv_bound bound = {.n_parts = ((size_t)config->n_layers + 1) * QKV_PART_COUNT};
+    void *parts = NULL;
+    QKV_TRY(qkv_calloc(err, bound.n_parts, sizeof *bound.parts, &parts));
+    bound.parts = parts;
+    struct binder binder = {.weights = weights, .config = config, .matrices = matrices};
+    enum qkv_status status = create_binder(err, &binder);
     if (status == QKV_OK) {
-        struct binder binder = {
-            .weights = weights, .config = config, .used = used, .capacity = capacity};
         status = bind_all(err, &binder, &bound);
     }
-    free(used);
+    free(binder.used);
+    free(binder.bound);
     if (status != QKV_OK) {
         qkv_bound_free(&bound);
         return status;
@@ -321,6 +387,12 @@ enum qkv_status qkv_bind_model(struct qkv_error *err, const struct qkv_weights *
 
 void qkv_bound_free(struct qkv_bound *bound)
 {
+    for (size_t i = 0; i < bound->n_parts; i++) {
+        if (bound->parts[i].matrix != NULL) {
+            qkv_stored_free(bound->parts[i].matrix);
+            free(bound->parts[i].matrix);
+        }
+    }
     free(bound->parts);
-    bound->parts = NULL;
+    *bound = (struct qkv_bound){0};
 }

@@ -9,6 +9,7 @@
 
 #include "io/weights.h"
 #include "model/config.h"
+#include "model/matrices.h"
 
 enum qkv_part {
     /* of the model: layer -1 */
@@ -46,26 +47,35 @@ enum { QKV_TENSOR_NAME_MAX = 128 };
 void qkv_part_name(char out[QKV_TENSOR_NAME_MAX], enum qkv_part part, int32_t layer,
                    enum qkv_container container, bool post_norms);
 
-/* The tensors of a model by their parts. Row 0 holds the model's own, row 1 + i those of layer i.
- */
-struct qkv_bound {
-    const struct qkv_tensor **parts; /* [(1 + n_layers) * QKV_PART_COUNT], NULL: not there */
+/* What plays a part: a vector is a tensor, a matrix is stored. Neither: not there. */
+struct qkv_bound_part {
+    const struct qkv_tensor *vector;
+    struct qkv_stored *matrix; /* owned */
 };
 
-static inline const struct qkv_tensor *qkv_bound_get(const struct qkv_bound *bound, int32_t layer,
-                                                     enum qkv_part part)
+/* The parts of a model. Row 0 holds the model's own, row 1 + i those of layer i. */
+struct qkv_bound {
+    struct qkv_bound_part *parts; /* [n_parts]: (1 + n_layers) * QKV_PART_COUNT */
+    size_t n_parts;
+};
+
+static inline const struct qkv_bound_part *qkv_bound_get(const struct qkv_bound *bound,
+                                                         int32_t layer, enum qkv_part part)
 {
-    return bound->parts[(size_t)(layer + 1) * QKV_PART_COUNT + (size_t)part];
+    return &bound->parts[(size_t)(layer + 1) * QKV_PART_COUNT + (size_t)part];
 }
 
-/* Binds every tensor that `config` calls for and proves that no other is there. QKV_ERR_CHECKPOINT
- * names one that is missing, misshapen or left over; QKV_ERR_UNSUPPORTED one that holds scales of a
- * quantized weight. Scales of the KV cache are proven sound (kv_scales.h) and not bound here.
- * Constants that follow from the config (rotary_emb.inv_freq) may be there. With tied embeddings,
- * the head is NULL unless the file holds a head with other values than the embedding's:
- * transformers then uses the head, and so should the caller. */
+/* Binds every tensor that `config` calls for and proves that no other is there. `matrices`
+ * describes those matrices that are not plain tensors; NULL: none is, which a config that says
+ * otherwise (config->quantized) contradicts. QKV_ERR_CHECKPOINT names a tensor that is missing,
+ * misshapen or left over, and a description that no part has. Scales of the KV cache are proven
+ * sound (kv_scales.h) and not bound here. Constants that follow from the config
+ * (rotary_emb.inv_freq) may be there. With tied embeddings, the head is not there unless the files
+ * hold a head with other values than the embedding's: transformers then uses the head, and so
+ * should the caller. */
 enum qkv_status qkv_bind_model(struct qkv_error *err, const struct qkv_weights *weights,
-                               const struct qkv_model_config *config, struct qkv_bound *out);
+                               const struct qkv_model_config *config,
+                               const struct qkv_matrices *matrices, struct qkv_bound *out);
 void qkv_bound_free(struct qkv_bound *bound);
 
 #endif

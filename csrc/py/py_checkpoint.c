@@ -7,6 +7,7 @@
 #include "model/kv_scales.h"
 #include "py/module.h"
 #include "py/npy.h"
+#include "py/py_matrices.h"
 #include "quant/codec.h"
 
 /* Opening and dequantize() give up the GIL, so close() must not come in between. */
@@ -388,6 +389,63 @@ static PyObject *checkpoint_bytes(PyObject *object, PyObject *name_object)
     return result;
 }
 
+/* [rows, cols] by the definition of quant/matrix.h. */
+static PyObject *matrix_values(const struct qkv_matrix *matrix)
+{
+    npy_intp shape[] = {(npy_intp)matrix->n_out, (npy_intp)matrix->k_in};
+    PyObject *values = PyArray_SimpleNew(2, shape, NPY_FLOAT32);
+    if (values == NULL) {
+        return NULL;
+    }
+    float *out = PyArray_DATA((PyArrayObject *)values);
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t row = 0; row < matrix->n_out; row++) {
+        for (int64_t k = 0; k < matrix->k_in; k += QKV_PIECE) {
+            int64_t n = matrix->k_in - k < QKV_PIECE ? matrix->k_in - k : QKV_PIECE;
+            qkv_matrix_values(matrix, row, k, n, out + row * matrix->k_in + k);
+        }
+    }
+    Py_END_ALLOW_THREADS
+    return values;
+}
+
+static PyObject *checkpoint_matrix(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"name", "shape", "matrices", "arrays", NULL};
+    const char *name;
+    long long rows;
+    long long cols;
+    PyObject *json;
+    PyObject *arrays = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s(LL)O|O:matrix", names, &name, &rows, &cols,
+                                     &json, &arrays)) {
+        return NULL;
+    }
+    struct qkv_weights *weights = enter(object);
+    if (weights == NULL) {
+        return NULL;
+    }
+    PyObject *result = NULL;
+    struct qkv_py_matrices matrices = {0};
+    struct qkv_stored stored = {0};
+    struct qkv_error err;
+    if (qkv_py_matrices(qkv_py_state_of(object), json, arrays, &matrices) == 0) {
+        ptrdiff_t index = matrices.parsed == NULL ? -1 : qkv_matrices_find(matrices.parsed, name);
+        if (index < 0) {
+            PyErr_Format(PyExc_KeyError, "%s: not described", name);
+        } else if (qkv_stored_described(&err, matrices.parsed, (size_t)index, weights, rows, cols,
+                                        &stored) != QKV_OK) {
+            (void)qkv_py_raise(qkv_py_state_of(object), &err);
+        } else {
+            result = matrix_values(&stored.matrix);
+        }
+    }
+    qkv_stored_free(&stored);
+    qkv_py_matrices_free(&matrices);
+    leave(object);
+    return result;
+}
+
 static PyMethodDef checkpoint_methods[] = {
     {"tensors", checkpoint_tensors, METH_NOARGS,
      "tensors($self)\n--\n\n(name, format, shape outermost first, bytes) in the order of the "
@@ -412,6 +470,11 @@ static PyMethodDef checkpoint_methods[] = {
     {"bytes", checkpoint_bytes, METH_O,
      "bytes($self, name, /)\n--\n\nA tensor as it lies in the file, [n_bytes] uint8, a copy.\n\n"
      "KeyError: no such tensor."},
+    {"matrix", (PyCFunction)(void (*)(void))checkpoint_matrix, METH_VARARGS | METH_KEYWORDS,
+     "matrix($self, name, shape, matrices, arrays=None)\n--\n\nA quantized weight [rows, cols] as\n"
+     "float32, from its description (csrc/model/matrices.h).\n\n"
+     "KeyError: `matrices` does not describe it. CheckpointError: the tensors are not what it\n"
+     "says."},
     {"close", checkpoint_close, METH_NOARGS,
      "close($self)\n--\n\nUnmaps the files; again: nothing."},
     {NULL, NULL, 0, NULL},

@@ -4,10 +4,13 @@
 
 #include "py/npy.h"
 #include "py/py_engine.h"
+#include "py/py_matrices.h"
+#include "quant/quantize.h"
 
 const char qkv_py_engine_doc[] =
     "Engine(path, *, kv_formats, kv_tokens, kv_scales=None, query_dtype='bf16',\n"
-    "       activation_quant='off', threads=0,\n"
+    "       activation_quant='off', matrices=None, arrays=None,\n"
+    "       online=None, threads=0,\n"
     "       compute_dtype='bf16', device='auto', isa=None, max_running=64, chunk_tokens=512,\n"
     "       max_model_len=0, prefix_cache=True, offline=True, progress=None, log=None)\n"
     "--\n\n"
@@ -193,6 +196,17 @@ static int convert_activations(const char *name, enum qkv_activations *out)
     return 0;
 }
 
+static int convert_online(const char *name, struct qkv_target *target,
+                          const struct qkv_target **out)
+{
+    if (name != NULL && !qkv_target_from_name(name, target)) {
+        PyErr_Format(PyExc_ValueError, "online: '%s' is no target", name);
+        return -1;
+    }
+    *out = name == NULL ? NULL : target;
+    return 0;
+}
+
 static int convert_query(const char *name, bool *quantize)
 {
     *quantize = strcmp(name, "fp8_e4m3") == 0;
@@ -251,6 +265,8 @@ struct open_args {
     PyObject *kv_formats, *kv_tokens, *kv_scales;
     const char *query_dtype;
     const char *activation_quant;
+    PyObject *matrices, *arrays;
+    const char *online;
     PyObject *threads;
     const char *compute_dtype;
     const char *device;
@@ -264,15 +280,17 @@ static int parse_open(PyObject *args, PyObject *kwargs, struct open_args *a)
 {
     static char *names[] = {"path",          "kv_formats",    "kv_tokens",
                             "kv_scales",     "query_dtype",   "activation_quant",
+                            "matrices",      "arrays",        "online",
                             "threads",       "compute_dtype", "device",
                             "isa",           "max_running",   "chunk_tokens",
                             "max_model_len", "prefix_cache",  "offline",
                             "progress",      "log",           NULL};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&|$OOOssOsszOOOppOO:Engine", names, PyUnicode_FSConverter, &a->path,
+            args, kwargs, "O&|$OOOssOOzOsszOOOppOO:Engine", names, PyUnicode_FSConverter, &a->path,
             &a->kv_formats, &a->kv_tokens, &a->kv_scales, &a->query_dtype, &a->activation_quant,
-            &a->threads, &a->compute_dtype, &a->device, &a->isa, &a->max_running, &a->chunk_tokens,
-            &a->max_model_len, &a->prefix_cache, &a->offline, &a->progress, &a->log)) {
+            &a->matrices, &a->arrays, &a->online, &a->threads, &a->compute_dtype, &a->device,
+            &a->isa, &a->max_running, &a->chunk_tokens, &a->max_model_len, &a->prefix_cache,
+            &a->offline, &a->progress, &a->log)) {
         return -1;
     }
     if (a->kv_formats == NULL || a->kv_tokens == NULL) {
@@ -349,6 +367,8 @@ PyObject *qkv_py_engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                           .offline = 1};
     struct qkv_engine_options options = {.max_running = 64, .chunk_tokens = 512};
     struct qkv_py_engine *self = NULL;
+    struct qkv_py_matrices matrices = {0};
+    struct qkv_target target;
     enum qkv_kv_format *formats = NULL;
     int result = -1;
     if (parse_open(args, kwargs, &a) < 0) {
@@ -364,13 +384,17 @@ PyObject *qkv_py_engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         goto out;
     }
     atomic_flag_clear(&self->busy);
-    if (convert_open(&a, self, &options) == 0) {
+    if (convert_open(&a, self, &options) == 0 &&
+        convert_online(a.online, &target, &options.online) == 0 &&
+        qkv_py_matrices(qkv_py_state_of((PyObject *)self), a.matrices, a.arrays, &matrices) == 0) {
+        options.matrices = matrices.parsed;
         (void)atomic_flag_test_and_set(&self->busy); /* gc.get_objects() shows it to callbacks */
         result = open_unlocked(self, &options);
         atomic_flag_clear(&self->busy);
     }
 out:
     free(formats);
+    qkv_py_matrices_free(&matrices);
     Py_XDECREF(a.path);
     if (result < 0) {
         Py_CLEAR(self);

@@ -194,11 +194,11 @@ static enum qkv_status device_supports(struct qkv_error *err, const struct qkv_d
             return qkv_fail(err, QKV_ERR_UNSUPPORTED, "weight format %s: no kernel in this build",
                             traits->name);
         }
-        if (query->int8 &&
-            (dev->activations != QKV_ACTIVATIONS_INT8 || !qkv_cpu_takes_int8(traits->code))) {
-            return qkv_fail(err, QKV_ERR_UNSUPPORTED, "weight format %s: activations stay in %s",
-                            traits->name, dev->compute == QKV_COMPUTE_F32 ? "float32" : "bf16");
-        }
+    }
+    if (query->int8 != NULL &&
+        (dev->activations != QKV_ACTIVATIONS_INT8 || !qkv_cpu_takes_int8(query->int8->code))) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "activations stay in %s",
+                        dev->compute == QKV_COMPUTE_F32 ? "float32" : "bf16");
     }
     if (query->k_format < QKV_KV_FORMAT_COUNT || query->v_format < QKV_KV_FORMAT_COUNT) {
         return qkv_cpu_kv_supports(err, dev, query);

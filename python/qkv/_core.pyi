@@ -30,6 +30,15 @@ class Checkpoint:
         """(name, format, shape outermost first, bytes) in the order of the files."""
     def metadata(self) -> dict[str, Any]:
         """GGUF key-values (arrays as lists); empty for safetensors."""
+    def matrix(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        matrices: str,
+        arrays: dict[str, NDArray[np.float32]] | None = None,
+    ) -> NDArray[np.float32]:
+        """A quantized weight [rows, cols] as float32, from its description. KeyError: `matrices` does
+        not describe it. CheckpointError: the tensors are not what the description says."""
     def model_config(self) -> dict[str, Any]:
         """The validated numbers of csrc/model/config.h; raises as loading would."""
     def kv_scales(self) -> list[tuple[int, str, str, NDArray[np.float32]]]:
@@ -109,6 +118,11 @@ class Engine:
         # int8: rows of activations, for products with weights in integer codes; UnsupportedError if
         # there is no such weight.
         activation_quant: Literal["off", "int8"] = "off",
+        # Quantized weights, described in JSON (csrc/model/matrices.h), and the float32 arrays that the
+        # descriptions name. None: all weights are plain.
+        matrices: str | None = None,
+        arrays: dict[str, NDArray[np.float32]] | None = None,
+        online: str | None = None,  # what plain weights are quantized to while loading
         threads: int = 0,  # 0: all that the process may use
         compute_dtype: Literal["bf16", "float32"] = "bf16",
         # "auto" or "cpu". For tests: "guard"; "fault:layer=3,kind=v_zero" and

@@ -284,11 +284,6 @@ static void test_broken_configs(void)
         {{{"architectures", "[]"}}, QKV_ERR_CHECKPOINT, {"architectures"}},
         {{{"architectures", "[7]"}}, QKV_ERR_CHECKPOINT, {"architectures"}},
         {{{"architectures", "\"LlamaForCausalLM\""}}, QKV_ERR_CHECKPOINT, {"architectures"}},
-        {{{"quantization_config", "{\"quant_method\": \"gptq\", \"bits\": 4}"}},
-         QKV_ERR_UNSUPPORTED,
-         {"quantization_config", "gptq"}},
-        {{{"quantization_config", "{}"}}, QKV_ERR_UNSUPPORTED, {"not given"}},
-        {{{"quantization", "{\"bits\": 4}"}}, QKV_ERR_UNSUPPORTED, {"quantization"}},
         {{{"rope_theta", "0"}}, QKV_ERR_CHECKPOINT, {"rope_theta"}},
         {{{"rope_theta", "\"big\""}}, QKV_ERR_CHECKPOINT, {"rope_theta"}},
         {{{"rope_scaling", "8"}}, QKV_ERR_CHECKPOINT, {"rope_scaling"}},
@@ -353,6 +348,29 @@ static void test_broken_configs(void)
                         cases[i].parts[k]);
             CHECK_EQ_INT(config.n_layers, -7); /* outputs are untouched on failure */
         }
+    }
+}
+
+/* What says so is noted; which matrices are quantized, and how, is said elsewhere. */
+static void test_quantized(void)
+{
+    const struct {
+        struct member change;
+        const char *noted;
+    } cases[] = {
+        {{"quantization_config", "{\"quant_method\": \"gptq\", \"bits\": 4}"},
+         "config.json: quantization_config: quant_method gptq"},
+        {{"quantization_config", "{}"}, "config.json: quantization_config: quant_method not given"},
+        {{"quantization", "{\"bits\": 4}"}, "config.json: quantization: quant_method not given"},
+        {{"quantization_config", "null"}, ""},
+    };
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        char json[JSON_MAX];
+        const size_t length = make_json(json, &cases[i].change, 1);
+        struct qkv_error err;
+        struct qkv_model_config config;
+        CHECK_OK(qkv_model_config_parse(&err, json, length, &config), err);
+        CHECK_EQ_STR(config.quantized, cases[i].noted);
     }
 }
 
@@ -555,5 +573,5 @@ static void test_broken_gguf(void)
 }
 
 CHECK_MAIN(test_llama, test_rope_forms, test_mistral_windows, test_qwen_windows, test_gemma3_forms,
-           test_broken_configs, test_no_json, test_gguf_llama, test_gguf_yarn, test_gguf_gemma3,
-           test_broken_gguf)
+           test_broken_configs, test_quantized, test_no_json, test_gguf_llama, test_gguf_yarn,
+           test_gguf_gemma3, test_broken_gguf)

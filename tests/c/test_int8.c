@@ -355,21 +355,22 @@ static void test_embed(void)
 
 static void test_support(void)
 {
+    const struct qkv_form codes = {.code = QKV_CODE_U4};
+    const struct qkv_form values = {.code = QKV_CODE_BF16X2};
     struct qkv_support_query query = {.k_format = QKV_KV_FORMAT_COUNT,
                                       .v_format = QKV_KV_FORMAT_COUNT,
-                                      .weight_format = QKV_FORMAT_Q4_K,
-                                      .int8 = true};
+                                      .weight_format = QKV_FORMAT_COUNT,
+                                      .int8 = &codes};
     struct qkv_device *dev = open_device(NULL, QKV_ACTIVATIONS_INT8, 1);
     CHECK_OK(cpu->supports(&err, dev, &query), err);
-    query.weight_format = QKV_FORMAT_F16;
-    CHECK_ERROR(cpu->supports(&err, dev, &query), err, QKV_ERR_UNSUPPORTED, "F16");
-    query.int8 = false;
+    query.int8 = &values;
+    CHECK_ERROR(cpu->supports(&err, dev, &query), err, QKV_ERR_UNSUPPORTED, "bf16");
+    query.int8 = NULL;
     CHECK_OK(cpu->supports(&err, dev, &query), err);
     cpu->close(dev);
     dev = open_device(NULL, QKV_ACTIVATIONS_BF16, 1);
-    query.weight_format = QKV_FORMAT_Q4_K;
-    query.int8 = true;
-    CHECK_ERROR(cpu->supports(&err, dev, &query), err, QKV_ERR_UNSUPPORTED, "Q4_K");
+    query.int8 = &codes;
+    CHECK_ERROR(cpu->supports(&err, dev, &query), err, QKV_ERR_UNSUPPORTED, "bf16");
     cpu->close(dev);
     struct qkv_device_options options = {
         .n_threads = 1, .compute = QKV_COMPUTE_F32, .activations = QKV_ACTIVATIONS_INT8};

@@ -535,7 +535,7 @@ static void test_left_over(void)
         {"model.layers.2.input_layernorm.weight", QKV_ERR_CHECKPOINT, "model.layers.2."},
         {"model.layers.0.self_attn.q_proj.bias", QKV_ERR_CHECKPOINT, "q_proj.bias"},
         {"model.layers.0.mlp.k_scale", QKV_ERR_CHECKPOINT, "binds to no layer's attention"},
-        {"model.layers.0.mlp.up_proj.weight_scale", QKV_ERR_UNSUPPORTED, "up_proj.weight_scale"},
+        {"model.layers.0.mlp.up_proj.weight_scale", QKV_ERR_CHECKPOINT, "up_proj.weight_scale"},
     };
     start_checkpoint();
     const int n = checkpoint.n;
