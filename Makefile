@@ -29,7 +29,7 @@ help:
 	@echo "make asan tsan     C tests, fuzz replay and pytest under ASan+UBSan; C tests under TSan"
 	@echo "make fuzz T=gguf   fuzz one target for SECONDS_PER_TARGET=60 s; make fuzz-replay: the corpus"
 	@echo "make isa           parity of every instruction set that this machine has"
-	@echo "make bench         micro-benchmarks as CSV"
+	@echo "make bench         all benches as CSV, and what moved against tests/bench/baseline.csv"
 	@echo "make soak          what takes too long for CI"
 	@echo "make dist          sdist and wheel, installed into a clean environment and tried"
 	@echo "make clean         remove build/, dist/ and .venv"
@@ -145,9 +145,7 @@ isa: $(VENV)/test.stamp
 	QKV_EMULATE_DPBF16=1 $(CTESTS) $(KERNEL_TESTS)
 
 bench: $(VENV)/core.stamp
-	$(CTESTS) --bench
-	$(BIN)/python tests/bench/bench_lanes.py
-	$(BIN)/python tests/bench/bench_decode.py
+	$(BIN)/python tests/bench/run_benches.py
 
 # Gemma-3-270M, Qwen2.5-Coder-0.5B and -1.5B (1.9 GB), into the cache folder where the tests look.
 soak-models: $(VENV)/core.stamp
