@@ -15,7 +15,13 @@ from qkv import _core
 
 ALIGNMENT = 32
 # Type number, values and bytes of a block.
-_FORMATS = {"BF16": (30, 1, 2), "Q8_0": (8, 32, 34), "Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20)}
+_FORMATS = {
+    "F32": (0, 1, 4),
+    "BF16": (30, 1, 2),
+    "Q8_0": (8, 32, 34),
+    "Q4_0": (2, 32, 18),
+    "Q4_1": (3, 32, 20),
+}
 # Bytes of a metadata value, by type; a string (8) and an array (9) say their own length.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
@@ -66,9 +72,9 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def write(source: Path, target: Path, matrices: str = "BF16") -> None:
+def write(source: Path, target: Path, matrices: str = "BF16", vectors: str = "BF16") -> None:
     head, tensors = read_head(source)
-    formats = ["BF16" if len(shape) == 1 else matrices for _, shape in tensors]
+    formats = [vectors if len(shape) == 1 else matrices for _, shape in tensors]
     offset = 0
     for (name, shape), format_name in zip(tensors, formats, strict=True):
         number, block_values, block_bytes = _FORMATS[format_name]
