@@ -435,7 +435,7 @@ def test_score_of_text_is_tokenized_as_a_whole(engine: qkv.Engine) -> None:
         ({"kv_cache_dtype": {"layers": {"0-99": "bf16"}}}, ValueError, ["0-99", "layers 0 to"]),
         ({"kv_cache_dtype": {"layers": {"x": "bf16"}}}, ValueError, ["'x'"]),
         ({"quantization": "int3"}, ValueError, ["int3", "gptq_marlin"]),
-        ({"quantization": "awq"}, qkv.UnsupportedError, ["awq", "safetensors"]),
+        ({"quantization": "awq"}, qkv.UnsupportedError, ["awq", "not quantized"]),
         ({"prefill_quantization": "fp8"}, qkv.UnsupportedError, ["prefill_quantization"]),
         ({"quantization_param_path": "/nowhere.json"}, ValueError, ["/nowhere.json"]),
         ({"fp8_gemm_backend": "cutlass"}, qkv.UnsupportedError, ["fp8_gemm_backend", "cutlass"]),

@@ -428,6 +428,19 @@ static enum qkv_status read_k_scale(struct qkv_error *err, const struct reader *
     return qkv_codec_dequantize(err, array.format, array.data, (size_t)r->cols, block);
 }
 
+static enum qkv_status read_round(struct qkv_error *err, const struct reader *r)
+{
+    static const char *const NAMES[] = {"F32", "BF16", "F16", NULL};
+    static const enum qkv_format FORMATS[] = {QKV_FORMAT_F32, QKV_FORMAT_BF16, QKV_FORMAT_F16};
+    int index;
+    if (qkv_json_find(r->description, "round") == NULL) {
+        return QKV_OK;
+    }
+    QKV_TRY(read_choice(err, r, r->description, "round", NAMES, &index));
+    r->out->matrix.round = FORMATS[index];
+    return QKV_OK;
+}
+
 static enum qkv_status read_also(struct qkv_error *err, const struct reader *r)
 {
     const struct qkv_json_node *list = qkv_json_find(r->description, "also");
@@ -450,7 +463,7 @@ static enum qkv_status read_description(struct qkv_error *err, struct reader *r)
 {
     static const char *const KEYS[] = {"codes",  "table",    "group", "scale",   "min",
                                        "factor", "inverted", "zero",  "k_group", "k_scale",
-                                       "input",  "also",     NULL};
+                                       "input",  "round",    "also",  NULL};
     struct qkv_matrix *matrix = &r->out->matrix;
     QKV_TRY(known_keys(err, r, r->description, "description", KEYS));
     const struct qkv_json_node *codes = qkv_json_find(r->description, "codes");
@@ -474,6 +487,7 @@ static enum qkv_status read_description(struct qkv_error *err, struct reader *r)
     QKV_TRY(read_k_group(err, r));
     QKV_TRY(read_k_scale(err, r));
     QKV_TRY(read_input(err, r));
+    QKV_TRY(read_round(err, r));
     return read_also(err, r);
 }
 

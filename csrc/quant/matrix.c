@@ -512,6 +512,16 @@ static void values_of_codes(const struct qkv_matrix *m, int64_t row, int64_t fir
     }
 }
 
+static void round_values(enum qkv_format format, int64_t n, float *values)
+{
+    for (int64_t i = 0; format == QKV_FORMAT_BF16 && i < n; i++) {
+        values[i] = qkv_bf16_to_f32(qkv_bf16_from_f32(values[i]));
+    }
+    for (int64_t i = 0; format == QKV_FORMAT_F16 && i < n; i++) {
+        values[i] = qkv_f16_to_f32(qkv_f16_from_f32(values[i]));
+    }
+}
+
 void qkv_matrix_values(const struct qkv_matrix *m, int64_t row, int64_t first, int64_t n,
                        float *out)
 {
@@ -526,11 +536,12 @@ void qkv_matrix_values(const struct qkv_matrix *m, int64_t row, int64_t first, i
         values_of_codes(m, source, first + i, n_now, out + i);
     }
     if (m->factor.data != NULL) {
-        float factor = factor_at(m, source);
+        float factor = scale_at(&m->factor, source, 0);
         for (int64_t i = 0; i < n; i++) {
-            out[i] = factor * out[i];
+            out[i] = m->factor_inverted ? out[i] / factor : factor * out[i];
         }
     }
+    round_values(m->round, n, out);
 }
 
 uint64_t qkv_matrix_bytes(const struct qkv_matrix *m)

@@ -98,6 +98,8 @@ struct qkv_matrix {
     struct qkv_scales factor; /* [n_out, 1] */
     bool factor_inverted;     /* 1 / factor is meant (compressed-tensors' global scales) */
     const int32_t *k_group;   /* [k_in] GPTQ's g_idx, or NULL */
+    enum qkv_format round;    /* values are rounded to BF16 or F16, as bitsandbytes gives them; F32:
+                                 they are not. Forms have them as they were before */
 
     /* Of either. */
     /* If not NULL: these bytes of blocks or codes need not stay in memory. Called while they are

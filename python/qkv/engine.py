@@ -19,6 +19,8 @@ from .kv_scales import KvScaleTable
 from .outputs import RequestOutput, Score
 from .params import SamplingParams, flag, integer
 from .progress import Progress
+from .quantization import detect
+from .quantization.wire import to_core
 from .run import Hook, Item, ParamsArgument, Run
 from .tokenizer import Tokenizer, from_user
 
@@ -95,6 +97,7 @@ class Engine:
             compute_dtype=compute_dtype,
         )
         options.check_scales_file(quantization_param_path)
+        options.check_quantization(quantization, prefill_quantization)
         flag("prefix_cache", prefix_cache)
         self._seed = 0 if seed is None else integer("seed", seed, 0, 2**64 - 1)
         self._max_running = integer(
@@ -114,7 +117,7 @@ class Engine:
         try:
             self._container = checkpoint.container
             self._folder = checkpoint.folder
-            options.check_quantization(quantization, prefill_quantization, self._container)
+            self._detected = detect(checkpoint, quantization)
             config = checkpoint.model_config()
             weights_bytes = options.packed_bytes(checkpoint.tensors(), compute_dtype=compute_dtype)
             carried = checkpoint.kv_scales()
@@ -165,6 +168,7 @@ class Engine:
         self._abandoned: deque[int] = deque()  # a generator may be collected in any thread
         self._n_groups = 0
         self.interrupted: list[RequestOutput] = []
+        matrices, arrays = to_core(self._detected.matrices)
         self._core = _core.Engine(
             self._path,
             kv_formats=[lane.layers for lane in self._lanes],
@@ -172,6 +176,9 @@ class Engine:
             kv_scales=self._scales.values,
             query_dtype="fp8_e4m3" if query_dtype == "fp8_e4m3" else "bf16",
             activation_quant="int8" if activation_quant == "int8" else "off",
+            matrices=None if self._container == "gguf" else matrices,
+            arrays=arrays,
+            online=self._detected.online,
             threads=threads or 0,
             compute_dtype="float32" if compute_dtype == "float32" else "bf16",
             device=device,
@@ -217,6 +224,7 @@ class Engine:
         return {
             "model": self._path,
             "container": self._container,
+            "quantization": self._detected.method,
             **self._core.info,
             "kv_cache_dtype": [lane.name for lane in self._lanes],
             # What "auto" took and why; None if it was not asked for.

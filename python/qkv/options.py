@@ -50,19 +50,10 @@ def check_device(device: str) -> None:
         one_of("device", device, ("auto", "cpu", "guard"))
 
 
-def check_quantization(
-    quantization: str | None, prefill_quantization: str | None, container: str
-) -> None:
-    """Which weight formats there are is read from the checkpoint; a name must agree with it."""
+def check_quantization(quantization: str | None, prefill_quantization: str | None) -> None:
+    """The names alone; quantization.detect holds them against the checkpoint."""
     if quantization is not None:
         one_of("quantization", quantization, QUANTIZATIONS)
-        wanted = {"gguf": "gguf", "unquant": "safetensors"}.get(quantization)
-        if wanted != container:
-            raise _core.UnsupportedError(
-                f"quantization={quantization!r}: the checkpoint is {container} and this version "
-                "reads it in the format it is stored in (None, or 'gguf' for GGUF, 'unquant' for "
-                "plain safetensors)"
-            )
     if prefill_quantization is not None:
         raise _core.UnsupportedError(
             f"prefill_quantization={prefill_quantization!r}: this version uses the same weights "

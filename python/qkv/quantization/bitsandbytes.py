@@ -15,6 +15,8 @@ from .section import Section
 from .tensors import Module, Tensors
 
 _STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+#: bitsandbytes rounds what it dequantizes to the dtype that the state names.
+_ROUND = {"bfloat16": "BF16", "float16": "F16"}
 _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 
 
@@ -87,6 +89,7 @@ class BitsandbytesReader(Reader):
             group=group,
             scale=scale,
             also=tuple(sorted(also - {scale.tensor})),
+            round=_ROUND.get(str(state.text("dtype"))),
         )
 
     def _state(self, name: str) -> Section:

@@ -101,6 +101,7 @@ class Matrix:
     k_group: str | None = None
     k_scale: Array | None = None
     input: Input = Input()
+    round: str | None = None  # "BF16", "F16": what the tool's own reader rounds values to
     also: tuple[str, ...] = ()  # tensors that belong to it and say nothing more
 
     def tensors(self) -> Iterator[str]:
@@ -136,6 +137,8 @@ class Matrix:
             row["k_group"] = self.k_group
         if self.input.quant != "none":
             row["input"] = self.input.to_dict()
+        if self.round is not None:
+            row["round"] = self.round
         if self.also:
             row["also"] = list(self.also)
         return row

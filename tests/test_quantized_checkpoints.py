@@ -1,0 +1,99 @@
+"""Checkpoints that the formats' own tools wrote: the same dequantized values, the same
+log-probabilities, without a flag."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import _core
+from qkv.quantization import detect
+from qkv.quantization.wire import to_core
+from test_models import Expected
+
+# The tool's reference computes these in another order, so that values differ by one fp32 rounding.
+ONE_ROUNDING = ("ct-nvfp4-qwen3-s", "modelopt-nvfp4-qwen3-s")  # code * (scale * global scale)
+# Architectures of a later version: their tensors are read, the models are not run.
+NOT_RUN = ("ct-w4a16-qwen3moe", "fp8-block-deepseekv3")
+NAMES = (
+    "autoround-int4-g128-sym-qwen3-s",
+    "awq-gemm-g128-llama-tiny",
+    "bnb-nf4-llama-g",
+    "ct-fp8-dynamic-qwen3-s",
+    "ct-fp8-static-kv-llama-g",
+    "ct-mxfp4-llama-g",
+    "ct-nvfp4-qwen3-s",
+    "ct-w4a16-qwen3moe",
+    "ct-w8a8-int8-qwen3-s",
+    "fp8-block-deepseekv3",
+    "fp8-static-autofp8-llama-g",
+    "gptq-int4-g32-descact-asym-qwen3-s",
+    "gptq-v2-int4-g64-asym-llama-g",
+    "mlx-4bit-g64-llama-tiny",
+    "modelopt-fp8-llama-g",
+    "modelopt-nvfp4-qwen3-s",
+    "quark-fp8-kv8-llama-g",
+)
+FLOAT32_BOUND = 1e-3
+
+
+def expected_parts(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(tensor's name, what dequant.npz says of it)."""
+    stored = dict(np.load(folder / "dequant.npz"))
+    for name in sorted({key.split("|")[0] for key in stored}):
+        yield name, {key: value for key, value in stored.items() if key.split("|")[0] == name}
+
+
+def check_values(name: str, values: np.ndarray[Any, Any], wanted: dict[str, Any], ulp: int) -> None:
+    def equal(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any]) -> None:
+        if ulp == 0:
+            np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32), err_msg=name)
+        else:
+            np.testing.assert_array_almost_equal_nulp(got, want, nulp=ulp)
+
+    assert tuple(wanted[f"{name}|shape"]) == values.shape
+    if name in wanted:
+        equal(values, wanted[name])
+    else:
+        equal(values[:64], wanted[f"{name}|rows_first64"])
+        equal(values[-16:], wanted[f"{name}|rows_last16"])
+    if ulp == 0:
+        digest = hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
+        assert digest == str(wanted[f"{name}|sha256"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dequantized_values(fixtures_dir: Path, name: str) -> None:
+    folder = fixtures_dir / name
+    checkpoint = _core.Checkpoint(str(folder))
+    detected = detect(checkpoint)
+    matrices, arrays = to_core(detected.matrices)
+    checked = 0
+    for tensor, wanted in expected_parts(folder):
+        shape = wanted[f"{tensor}|shape"]
+        if tensor not in detected.matrices:
+            continue
+        values = checkpoint.matrix(tensor, (int(shape[0]), int(shape[1])), matrices, arrays)
+        check_values(tensor, values, wanted, 1 if name in ONE_ROUNDING else 0)
+        checked += 1
+    checkpoint.close()
+    assert checked
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_RUN])
+def test_float32_log_probabilities(fixtures_dir: Path, name: str) -> None:
+    folder = fixtures_dir / name
+    expected = Expected(folder)
+    with qkv.Engine(
+        folder, compute_dtype="float32", activation_quant="off", kv_cache_dtype="auto", threads=1,
+        kv_tokens=4096, max_model_len=512,
+    ) as engine:  # fmt: skip
+        scores = engine.score([list(ids) for ids in expected.prompts], progress=False)
+    off = expected.differences([score.token_logprobs for score in scores if score is not None])
+    assert off.max() <= FLOAT32_BOUND
