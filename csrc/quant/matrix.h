@@ -96,9 +96,9 @@ struct qkv_matrix {
     struct qkv_codes zero;   /* data NULL: none. [n_out, groups]; integers, as the codes then are */
     struct qkv_scales min;
     struct qkv_scales factor; /* [n_out, 1] */
-    bool factor_inverted;     /* 1 / factor is meant (compressed-tensors' global scales) */
-    const int32_t *k_group;   /* [k_in] GPTQ's g_idx, or NULL */
-    enum qkv_format round;    /* values are rounded to BF16 or F16, as bitsandbytes gives them; F32:
+    bool factor_inverted;   /* divided by it, not multiplied (compressed-tensors' global scales) */
+    const int32_t *k_group; /* [k_in] GPTQ's g_idx, or NULL */
+    enum qkv_format round;  /* values are rounded to BF16 or F16, as bitsandbytes gives them; F32:
                                  they are not. Forms have them as they were before */
 
     /* Of either. */

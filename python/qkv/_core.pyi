@@ -37,8 +37,8 @@ class Checkpoint:
         matrices: str,
         arrays: dict[str, NDArray[np.float32]] | None = None,
     ) -> NDArray[np.float32]:
-        """A quantized weight [rows, cols] as float32, from its description. KeyError: `matrices` does
-        not describe it. CheckpointError: the tensors are not what the description says."""
+        """A quantized weight [rows, cols] as float32, from its description. KeyError: `matrices`
+        does not describe it. CheckpointError: the tensors are not what the description says."""
     def model_config(self) -> dict[str, Any]:
         """The validated numbers of csrc/model/config.h; raises as loading would."""
     def kv_scales(self) -> list[tuple[int, str, str, NDArray[np.float32]]]:
@@ -118,8 +118,8 @@ class Engine:
         # int8: rows of activations, for products with weights in integer codes; UnsupportedError if
         # there is no such weight.
         activation_quant: Literal["off", "int8"] = "off",
-        # Quantized weights, described in JSON (csrc/model/matrices.h), and the float32 arrays that the
-        # descriptions name. None: all weights are plain.
+        # Quantized weights, described in JSON (csrc/model/matrices.h), and the float32 arrays that
+        # the descriptions name. None: all weights are plain.
         matrices: str | None = None,
         arrays: dict[str, NDArray[np.float32]] | None = None,
         online: str | None = None,  # what plain weights are quantized to while loading

@@ -425,7 +425,7 @@ static void build_expected(struct build *b)
         }
         if (m->factor.data != NULL) {
             float factor = get_scale(&m->factor, n, 0);
-            w = (m->factor_inverted ? 1.0f / factor : factor) * w;
+            w = m->factor_inverted ? w / factor : factor * w;
         }
         b->expected[i] = w;
     }
