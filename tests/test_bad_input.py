@@ -51,18 +51,20 @@ CASES: list[tuple[str, type[Exception], list[str]]] = [
     ("gguf-offset-misaligned.gguf", qkv.CheckpointError, [r"weight", "32"]),
     ("gguf-quant-row-not-multiple.gguf", qkv.CheckpointError, [r"weight", "Q4_K", "32", "256"]),
     ("gguf-arch-unknown.gguf", qkv.UnsupportedError, ["llama"]),
-    # Formats of later issues: refused by name, not misread.
-    ("fp8-nan-scale", qkv.Error, ["compressed-tensors|weight_scale"]),
-    ("fp8-zero-scale", qkv.Error, ["compressed-tensors|weight_scale"]),
-    ("fp8-scale-missing", qkv.Error, ["compressed-tensors|weight_scale"]),
-    ("gptq-gidx-out-of-range", qkv.Error, ["gptq"]),
-    ("gptq-qweight-short", qkv.Error, ["gptq"]),
-    ("gptq-group-7", qkv.Error, ["gptq"]),
+    (
+        "fp8-nan-scale",
+        qkv.CheckpointError,
+        [Q_PROJ.replace("weight", "weight_scale"), "not a finite number"],
+    ),
+    ("fp8-scale-missing", qkv.CheckpointError, ["weight_scale"]),
+    ("gptq-gidx-out-of-range", qkv.CheckpointError, ["g_idx", "1048576"]),
+    ("gptq-qweight-short", qkv.CheckpointError, ["q_proj", "24"]),
+    ("gptq-group-7", qkv.CheckpointError, ["scales", "group_size 7"]),
 ]
 
 
 def load(path: Path) -> None:
-    open_engine(path, kv_tokens=64).close()
+    qkv.Engine(path, threads=1, kv_tokens=64, max_model_len=32).close()
 
 
 @pytest.mark.parametrize(("case", "kind", "names"), CASES, ids=[case[0] for case in CASES])
@@ -75,14 +77,21 @@ def test_broken_checkpoint(
         assert re.search(name, str(caught.value)), f"{case}: {name} is not in: {caught.value}"
 
 
+SOUND = ("ok-micro", "ok-micro.gguf", "fp8-zero-scale")
+
+
 def test_every_case_has_a_row(fixtures_dir: Path) -> None:
     listed = {row["case"] for row in json.loads((fixtures_dir / "bad/CASES.json").read_text())}
-    assert {row[0] for row in CASES} | {"ok-micro", "ok-micro.gguf"} == listed
+    assert {row[0] for row in CASES} | set(SOUND) == listed
 
 
-@pytest.mark.parametrize("case", ["ok-micro", "ok-micro.gguf"])
-def test_sound_model_loads(fixtures_dir: Path, case: str) -> None:
-    load(fixtures_dir / "bad" / case)
+@pytest.mark.parametrize("case", SOUND)
+def test_sound_model_runs(fixtures_dir: Path, case: str) -> None:
+    """A scale of zero is a row of zeros, and no division by it."""
+    path = fixtures_dir / "bad" / case
+    with qkv.Engine(path, threads=1, kv_tokens=64, max_model_len=32) as engine:
+        scores = engine.score([[1, 2, 3, 4, 5]], progress=False)
+    assert np.isfinite(scores[0].token_logprobs).all()
 
 
 def test_a_broken_model_leaves_nothing_behind(fixtures_dir: Path) -> None:
@@ -185,20 +194,20 @@ def test_config_out_of_range(
         load(folder)
 
 
-def test_foreign_formats_are_refused_by_name(fixtures_dir: Path) -> None:
-    """Quantized checkpoints of other tools: an error that names method, format or architecture."""
+def test_unknown_architectures_are_refused_by_name(fixtures_dir: Path) -> None:
+    """Whatever their weights are in; every other checkpoint of other tools loads."""
+    known = set()
     for folder in sorted(fixtures_dir.iterdir()):
-        if not (folder / "config.json").exists() or folder.name.startswith("base-"):
+        if not (folder / "config.json").exists():
             continue
-        config = json.loads((folder / "config.json").read_text())
-        quant = config.get("quantization_config") or config.get("quantization")
-        if quant is None:
-            continue
-        with pytest.raises(qkv.Error) as caught:
+        name = json.loads((folder / "config.json").read_text())["architectures"][0]
+        try:
             load(folder)
-        method = quant.get("quant_method", quant.get("quant_algo", "quantization"))
-        known = [str(method), config["architectures"][0], "weight_scale", "scales", "U32"]
-        assert any(word in str(caught.value) for word in known), f"{folder.name}: {caught.value}"
+            known.add(name)
+        except qkv.UnsupportedError as error:
+            assert name in str(error)
+            assert name not in known
+    assert known >= {"LlamaForCausalLM", "Qwen3ForCausalLM"}
 
 
 # ---- prompts and parameters -----------------------------------------------------------------
