@@ -48,6 +48,14 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(body))
 
 
+def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With the bits as a file has them, whatever integers they were given in."""
+    return {
+        name: (dtype, np.ascontiguousarray(bits, _BITS[dtype]).reshape(np.shape(bits)))
+        for name, (dtype, bits) in tensors.items()
+    }
+
+
 def read(path: Path) -> dict[str, Tensor]:
     """Every tensor's dtype and bits."""
     data = path.read_bytes()

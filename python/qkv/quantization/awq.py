@@ -1,7 +1,7 @@
 """AWQ in the gemm layout (AutoAWQ, GPTQModel, AutoRound): [k_in, n_out / 8] words, whose nibble i
 is column {0, 2, 4, 6, 1, 3, 5, 7}[i]; zero points in the same order, without an offset."""
 
-from .gptq import codes_in, group_size, zero_bias
+from .gptq import codes_in, group_size, other_packing, zero_bias
 from .matrix import Array, Codes, Matrix
 from .names import by_substring, with_fused
 from .reader import Reader, cdiv
@@ -41,6 +41,8 @@ def read(reader: Reader, module: Module, settings: Section) -> Matrix:
     n_out = 8 * n_words
     group = group_size(reader, settings, module, k_in)
     n_groups = 1 if group == 0 else cdiv(k_in, group)
+    if tensors.shape(scales)[-1:] == (n_words,):
+        raise other_packing(reader, module, "GPTQ")
     tensors.expect(scales, FLOATS, (n_groups, n_out), why)
     zero, also = _zeros(reader, module, settings, (n_groups, n_words))
     return Matrix(

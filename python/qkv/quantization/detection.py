@@ -94,10 +94,8 @@ def detect(checkpoint: _core.Checkpoint, quantization: str | None = None) -> Det
     the message has the way out. ValueError: no such method."""
     if quantization is not None and quantization not in METHODS:
         raise ValueError(f"quantization={quantization!r}: must be one of {', '.join(METHODS)}")
-    if quantization is not None and METHODS[quantization].refused:
-        raise _core.UnsupportedError(
-            f"quantization={quantization!r}: {METHODS[quantization].refused}"
-        )
+    if quantization is not None and METHODS[quantization].kind == "refused":
+        raise _core.UnsupportedError(f"quantization={quantization!r}: {METHODS[quantization].does}")
     if checkpoint.container == "gguf":
         return _gguf(checkpoint, quantization)
     tensors = Tensors(checkpoint)
@@ -106,7 +104,7 @@ def detect(checkpoint: _core.Checkpoint, quantization: str | None = None) -> Det
         _refuse_leftovers(tensors, set(), "config.json says nothing of quantization")
         return _plain(quantization, "config.json has no quantization_config")
     found = _read(source, tensors)
-    return _agree(found, source, quantization, tensors)
+    return _agree(found, source, quantization)
 
 
 # Where it stands.
@@ -129,7 +127,7 @@ def _find(folder: Path, tensors: Tensors, quantization: str | None) -> _Source |
         if content is not None:
             section = Section(content, file_name)
             return _source(section, file_name, _implied(section, "", tensors) or implied)
-    return _by_tensors(tensors, quantization)
+    return _by_tensors(tensors, quantization, config.get("hidden_size"))
 
 
 def _implied(section: Section, key: str, tensors: Tensors) -> str:
@@ -141,7 +139,7 @@ def _implied(section: Section, key: str, tensors: Tensors) -> str:
         return "compressed-tensors"
     if "packing_format" in data:
         return "auto-round"
-    if any(mlx.looks_like(tensors, module) for module in tensors.modules()):
+    if any(mlx.looks_like(tensors, module) for module in tensors.modules):
         return "mlx"
     return "mlx" if key == "quantization" else ""
 
@@ -172,33 +170,17 @@ def _refusal(method: str, where: str) -> _core.UnsupportedError:
     )
 
 
-def _by_tensors(tensors: Tensors, quantization: str | None) -> _Source | None:
+def _by_tensors(tensors: Tensors, quantization: str | None, hidden: object) -> _Source | None:
     """Without a word in the configuration: MLX's tensors are nobody else's; and a name that the
     user gives, if tensors are quantized at all."""
-    modules = tensors.modules()
-    for module in modules:
-        if mlx.looks_like(tensors, module):
-            section = Section(_mlx_settings(tensors, module), "the tensors")
-            return _Source("mlx", "mlx", section, f"the tensors ({module.weight})")
-    if quantization in _BARE and not all(tensors.is_plain(module) for module in modules):
+    found = [module for module in tensors.modules if mlx.looks_like(tensors, module)]
+    if found:
+        section = Section(mlx.settings_of(tensors, found, hidden), "the tensors")
+        return _Source("mlx", "mlx", section, f"the tensors ({found[0].weight})")
+    if quantization in _BARE and not all(tensors.is_plain(module) for module in tensors.modules):
         section = Section({}, f"quantization={quantization!r}")
-        return _Source(quantization, quantization, section, f"quantization={quantization!r}")
+        return _Source(quantization, quantization, section, section.where)
     return None
-
-
-def _mlx_settings(tensors: Tensors, module: Module) -> dict[str, Any]:
-    """MLX's default, 4 bits by 64, or 8 by 64 where the words are twice as many."""
-    words = tensors.shape(module.parts["weight"])[1]
-    groups = tensors.shape(module.parts["scales"])[1]
-    if tensors.dtype(module.parts["scales"]) == "U8":
-        return {
-            "mode": "mxfp8" if words == 8 * groups else "mxfp4" if words == 4 * groups else "nvfp4"
-        }
-    for group in (64, 32, 128):
-        for bits in (4, 8, 6, 5, 3, 2):
-            if groups * group * bits == 32 * words:
-                return {"bits": bits, "group_size": group}
-    return {"bits": 4, "group_size": 64}
 
 
 # What it says, against the tensors.
@@ -212,7 +194,7 @@ def _read(source: _Source, tensors: Tensors) -> Detected:
     used: set[str] = set()
     plain: list[str] = []
     stored_although: list[str] = []
-    for module in tensors.modules():
+    for module in tensors.modules:
         why = reader.excluded(module.name)
         found = None if tensors.is_plain(module) else reader.matrix(module)
         if found is None:
@@ -235,7 +217,7 @@ def _read(source: _Source, tensors: Tensors) -> Detected:
     _note_some(notes, plain, "not quantized although not excluded")
     _note_some(notes, stored_although, "quantized although excluded, and read so")
     return Detected(
-        method=source.name,
+        method=source.name if matrices or reader.claims else "",
         source=source.where,
         matrices=matrices,
         ignored=ignored,
@@ -270,7 +252,7 @@ def _check(matrix: Matrix, tensors: Tensors) -> None:
 def _refuse_leftovers(tensors: Tensors, used: set[str], said: str) -> None:
     """A tensor of a quantized weight that no description has taken, and a weight that is not in
     floats: read as they are, they would be wrong."""
-    for module in tensors.modules():
+    for module in tensors.modules:
         for part, name in module.parts.items():
             if (
                 name in used
@@ -326,9 +308,7 @@ def _mismatch(quantization: str, name: str, where: str) -> _core.UnsupportedErro
     )
 
 
-def _agree(
-    found: Detected, source: _Source, quantization: str | None, tensors: Tensors
-) -> Detected:
+def _agree(found: Detected, source: _Source, quantization: str | None) -> Detected:
     """The user's name against what was found."""
     name = source.name
     if quantization is None or quantization == name:
@@ -336,8 +316,8 @@ def _agree(
     if quantization == "unquant":
         note = f"unquant: the checkpoint is {name} and is read so; nothing more is quantized"
         return _with(found, notes=[*found.notes, note])
-    if not found.matrices and METHODS[quantization].makes:
-        return _with(found, online=quantization)
+    if not found.method:  # the cache alone is quantized
+        return _with(found, online=_plain(quantization, source.where).online)
     if quantization == "modelopt" and source.method == "modelopt":
         return found
     if quantization == "humming" and name != "mxfp4":

@@ -89,6 +89,8 @@ def read(reader: Reader, module: Module, settings: Section, add: int | None) -> 
     k_in = n_words * 32 // bits
     group = group_size(reader, settings, module, k_in)
     n_groups = 1 if group == 0 else cdiv(k_in, group)
+    if tensors.shape(scales)[-1:] == (8 * n_out,):
+        raise other_packing(reader, module, "AWQ")
     tensors.expect(scales, FLOATS, (n_groups, n_out), why)
     zeros = _zeros(reader, module, settings, bits, (n_out, n_groups), add)
     k_group, also = _k_group(reader, module, settings, k_in, group, n_groups)
@@ -107,6 +109,15 @@ def read(reader: Reader, module: Module, settings: Section, add: int | None) -> 
         zero=zeros if isinstance(zeros, Codes) else None,
         k_group=k_group,
         also=(*also, *((zeros,) if isinstance(zeros, str) else ()), *zero_bias(tensors, module)),
+    )
+
+
+def other_packing(reader: Reader, module: Module, name: str) -> _core.CheckpointError:
+    tensors = reader.tensors
+    return reader.contradiction(
+        module,
+        f"{tensors.describe(module.parts['qweight'])} beside "
+        f"{tensors.describe(module.parts['scales'])}: {name} packs so. Correct quant_method",
     )
 
 

@@ -1,7 +1,8 @@
 """MLX (mlx-lm, mlx-community): words along the input; w = scales * q + biases for the affine mode,
 and the microscaled floats under the same names."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .. import _core
 from .matrix import E2M1, Array, Codes, Input, Matrix
@@ -112,4 +113,29 @@ def looks_like(tensors: Tensors, module: Module) -> bool:
         tensors.dtype(weight) == "U32"
         and len(shapes[0]) == len(shapes[1]) == 2
         and shapes[0][0] == shapes[1][0]
+    )
+
+
+#: Projections whose input is the model's hidden state.
+_OF_HIDDEN = ("embed_tokens", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+
+
+def settings_of(tensors: Tensors, modules: Sequence[Module], hidden: object) -> dict[str, Any]:
+    """The settings where no configuration has them. Words and groups alone leave bits and group
+    size open (4 by 64 looks like 8 by 32), so one matrix must be known by its width."""
+    for module in modules:
+        if module.name.rpartition(".")[2] not in _OF_HIDDEN or type(hidden) is not int:
+            continue
+        n_words = tensors.shape(module.parts["weight"])[1]
+        n_groups = tensors.shape(module.parts["scales"])[1]
+        if hidden < 1 or n_groups < 1 or 32 * n_words % hidden or hidden % n_groups:
+            continue
+        bits, group = 32 * n_words // hidden, hidden // n_groups
+        found: dict[str, Any] = {"bits": bits, "group_size": group}
+        if tensors.dtype(module.parts["scales"]) == "U8":
+            found["mode"] = "mxfp8" if bits == 8 else "nvfp4" if group == 16 else "mxfp4"
+        return found
+    raise _core.CheckpointError(
+        f"{tensors.describe(modules[0].parts['weight'])} is MLX's, but bits and group_size stand "
+        "nowhere: config.json needs quantization: {bits, group_size}"
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,6 +103,7 @@ class Tensors:
     def describe(self, name: str) -> str:
         return f"{name} is {self.dtype(name)} {shape_text(self.shape(name))}"
 
+    @cached_property
     def modules(self) -> list[Module]:
         """Every module that has a part of PARTS, or gpt-oss' blocks, in the order of the files."""
         found: dict[str, dict[str, str]] = {}
