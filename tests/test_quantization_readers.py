@@ -1115,12 +1115,12 @@ def test_mlx_that_contradicts_itself(find: Callable[..., Detected]) -> None:
 
 
 def bnb(
-    kind: str = "nf4", *, n: int = 32, k: int = 64, nested: bool = False
+    kind: str = "nf4", *, n: int = 32, k: int = 64, nested: bool = False, dtype: str = "float32"
 ) -> tuple[Tensors, stored.F32]:
     codes = rng(1).integers(0, 16, n * k)
     table = np.sort(rng(2).uniform(-1, 1, 16)).astype(np.float32)
     n_blocks = -(-n * k // 64)
-    state: Config = {"quant_type": kind, "blocksize": 64, "dtype": "float16", "shape": [n, k]}
+    state: Config = {"quant_type": kind, "blocksize": 64, "dtype": dtype, "shape": [n, k]}
     absmax = rng(3).uniform(0.1, 1, n_blocks).astype(np.float32)
     tensors: Tensors = {
         f"{Q}.weight": ("U8", (codes[0::2] << 4 | codes[1::2])[:, None]),
@@ -1155,6 +1155,14 @@ def test_bitsandbytes(find: Callable[..., Detected], kind: str, nested: bool, k:
     used = {f"{Q}.weight", *found.matrices[f"{Q}.weight"]["also"]}
     scale = found.matrices[f"{Q}.weight"]["scale"]
     assert used | {scale.get("tensor", f"{Q}.weight")} == set(tensors)
+
+
+@pytest.mark.parametrize("dtype, short", (("float16", "F16"), ("bfloat16", "BF16")))
+def test_bitsandbytes_rounds(find: Callable[..., Detected], dtype: str, short: str) -> None:
+    """To the dtype that its state has, as bitsandbytes itself does."""
+    tensors, w = bnb(dtype=dtype)
+    found = find(BNB, tensors)
+    assert np.array_equal(values(found, tensors, 32, 64), stored.rounded(w, short))
 
 
 def test_bitsandbytes_int8(find: Callable[..., Detected]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from . import _core, kv_scales, models, options, tables
 from .engine import load_tokenizer
+from .quantization import Detected, detect
 
 
 def size(n_bytes: int) -> str:
@@ -29,6 +30,10 @@ class Inspection:
     n_tensors: int
     n_bytes: int
     formats: dict[str, tuple[int, int]]  # weight format -> (tensors, bytes)
+    quantization: str = ""  # the method; "" if the weights are plain floats
+    quantization_source: str = ""  # which file and key say so
+    n_quantized: int = 0  # matrices that are described
+    quantization_notes: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)  # empty if there is a problem with it
     kv_bytes_per_token: int | None = None  # with a bf16 cache
     kv_auto: str = "bf16"  # what kv_cache_dtype="auto" takes, and why
@@ -76,6 +81,13 @@ class Inspection:
         ]
         return tables.text(("layer", "kind", "tensor", "scale"), cells, left=3)
 
+    def _quantization_rows(self) -> list[tuple[str, str]]:
+        if not self.quantization:
+            return []
+        matrices = f", {self.n_quantized} matrices" if self.n_quantized else ""
+        rows = [("quantization", f"{self.quantization}{matrices} ({self.quantization_source})")]
+        return rows + [("  note", note) for note in self.quantization_notes]
+
     def _rows(self) -> list[tuple[str, str]]:
         rows = [("model", self.path)]
         files = self.files[0] if len(self.files) == 1 else f"{len(self.files)} files"
@@ -95,6 +107,7 @@ class Inspection:
         rows.append(("tensors", f"{self.n_tensors}, {size(self.n_bytes)}"))
         for name, (count, n_bytes) in self.formats.items():
             rows.append((f"  {name}", f"{count} tensors, {size(n_bytes)}"))
+        rows += self._quantization_rows()
         if self.kv_bytes_per_token is not None:
             rows.append(("bf16 KV cache", f"{size(self.kv_bytes_per_token)} per token"))
         rows.append(("KV cache auto", f"{self.kv_auto}: {self.kv_auto_why}"))
@@ -130,6 +143,11 @@ def inspect(model: str | os.PathLike[str]) -> Inspection:
             config = checkpoint.model_config()
         except _core.Error as error:
             problem = str(error)
+        found = Detected(method="", source="")
+        try:
+            found = detect(checkpoint)
+        except _core.Error as error:
+            problem = problem or str(error)
         scales, scales_problem = _scales(checkpoint)
         folder = checkpoint.folder
     finally:
@@ -138,7 +156,7 @@ def inspect(model: str | os.PathLike[str]) -> Inspection:
     for _, name, _, n_bytes in tensors:
         count, total = formats.get(name, (0, 0))
         formats[name] = (count + 1, total + n_bytes)
-    if problem is None:
+    if problem is None and not found.matrices:
         missing = sorted(set(formats) - {name for name, has in _core.formats() if has})
         if missing:
             problem = f"no codec for {', '.join(missing)}"
@@ -152,6 +170,10 @@ def inspect(model: str | os.PathLike[str]) -> Inspection:
         n_tensors=len(tensors),
         n_bytes=sum(entry[3] for entry in tensors),
         formats=dict(sorted(formats.items(), key=lambda entry: -entry[1][1])),
+        quantization=found.method,
+        quantization_source=found.source,
+        n_quantized=len(found.matrices),
+        quantization_notes=found.notes,
         config=config,
         kv_bytes_per_token=_kv_bytes(config),
         kv_auto=auto,

@@ -11,15 +11,8 @@ from typing import Any
 
 from . import _core
 from .params import integer
+from .quantization import METHODS
 
-# The names that SGLang 0.5.22 takes for --quantization.
-QUANTIZATIONS = (
-    "awq", "fp8", "mxfp8", "gptq", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf", "modelopt",
-    "modelopt_fp8", "modelopt_fp4", "nvfp4_online", "modelopt_mixed", "petit_nvfp4", "w8a8_int8",
-    "w8a8_fp8", "moe_wna16", "w4afp8", "mxfp4", "auto-round", "auto-round-int8",
-    "compressed-tensors", "modelslim", "mxfp_w4a8", "quark", "quark_int4fp8_moe", "quark_mxfp4",
-    "mlx_q4", "mlx_q8", "unquant", "humming",
-)  # fmt: skip
 PAGE_TOKENS = 16
 _CHANNEL_STEP = 16  # the pool pads the channels of a head with zeros to a multiple of it
 DEFAULT_MAX_RUNNING = 64
@@ -53,7 +46,7 @@ def check_device(device: str) -> None:
 def check_quantization(quantization: str | None, prefill_quantization: str | None) -> None:
     """The names alone; quantization.detect holds them against the checkpoint."""
     if quantization is not None:
-        one_of("quantization", quantization, QUANTIZATIONS)
+        one_of("quantization", quantization, tuple(METHODS))
     if prefill_quantization is not None:
         raise _core.UnsupportedError(
             f"prefill_quantization={prefill_quantization!r}: this version uses the same weights "

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ref import make_tiny
+
 F32 = NDArray[np.float32]
 Array = NDArray[Any]
 Tensor = tuple[str, Array]  # dtype as safetensors has it, and the bits
@@ -165,7 +167,7 @@ def array_of(spec: Mapping[str, Any], tensors: Mapping[str, Tensor], n: int, n_g
 
 
 def evaluate(description: Mapping[str, Any], tensors: Mapping[str, Tensor], n: int, k: int) -> F32:
-    """[n, k] float32: factor * (scale * (code - zero) + min), in this order."""
+    """[n, k] float32: factor * (scale * (code - zero) + min), in this order, then rounded."""
     group = description.get("group", 0)
     n_groups = -(-k // group) if group else 1
     of_k = np.arange(k) // (group or k)
@@ -183,4 +185,13 @@ def evaluate(description: Mapping[str, Any], tensors: Mapping[str, Tensor], n: i
     if "factor" in description:
         factor = array_of(description["factor"], tensors, n, 1)
         w = (np.float32(1) / factor if description.get("inverted") else factor) * w
-    return w.astype(np.float32)
+    return rounded(w.astype(np.float32), description.get("round"))
+
+
+def rounded(values: F32, dtype: str | None) -> F32:
+    """To the nearest value of a narrower float, ties to even."""
+    if dtype == "F16":
+        return values.astype(np.float16).astype(np.float32)
+    if dtype == "BF16":
+        return make_tiny.bf16_values(make_tiny.bf16_bits(values))
+    return values

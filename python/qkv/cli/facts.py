@@ -8,6 +8,8 @@ from typing import Any
 
 from .. import __version__, _core, models, options
 from ..inspection import inspect, size
+from ..quantization import METHODS
+from ..quantization import table as quantizations
 from .arguments import FORMATTER
 from .rows import json_option, show
 
@@ -63,6 +65,7 @@ def _info(args: argparse.Namespace) -> int:
         "threads": _core.threads_available(),
         "free_memory_bytes": options.free_memory(),
         "weight_formats": [name for name, has in _core.formats() if has],
+        "quantizations": {m.name: {"kind": m.kind, "does": m.does} for m in METHODS.values()},
         "kv_formats": {
             name: bits for name, bits in _core.kv_formats() if name in options.kv_names()
         },
@@ -87,7 +90,8 @@ def _facts_text(facts: Mapping[str, Any]) -> str:
         ("demo model", demo),
         ("cache folder", facts["cache_folder"]),
     )
-    return "\n".join(f"{name:<18}{value}" for name, value in rows)
+    text = "\n".join(f"{name:<18}{value}" for name, value in rows)
+    return f"{text}\n\n{quantizations()}"
 
 
 def _demo_model(args: argparse.Namespace) -> int:
