@@ -60,7 +60,8 @@ def words(rows: Array, bits: int) -> Array:
     flat = each.reshape(rows.shape[0], -1)
     flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 32)))
     packed = np.packbits(flat.astype(np.uint8), axis=1, bitorder="little")
-    return np.ascontiguousarray(packed).view("<i4")
+    found: Array = np.ascontiguousarray(packed).view("<i4")
+    return found
 
 
 def awq_words(rows: Array) -> Array:
@@ -68,7 +69,8 @@ def awq_words(rows: Array) -> Array:
     eight = rows.reshape(rows.shape[0], -1, 8).astype(np.int64)
     order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
     packed = (eight[:, :, order] << (4 * np.arange(8))).sum(axis=2)
-    return packed.astype(np.uint32).view(np.int32)
+    found: Array = packed.astype(np.uint32).view(np.int32)
+    return found
 
 
 def halves(rows: Array) -> Array:

@@ -130,8 +130,8 @@ def codes_of(spec: Mapping[str, Any], tensors: Mapping[str, Tensor], n: int, k: 
         u = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(n, k).astype(np.int64)
     if spec.get("transposed"):
         u = u.T
-    u = (u + spec.get("add", 0)) % (1 << bits)
-    return u
+    found: Array = (u + spec.get("add", 0)) % (1 << bits)
+    return found
 
 
 def meaning_of(spec: Mapping[str, Any], u: Array, table: list[float] | None) -> F32:
