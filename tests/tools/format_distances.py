@@ -1,0 +1,79 @@
+"""How far each fixture's log-probabilities lie from the values that came with it: the table of
+FORMATS.md.
+
+    python tests/tools/format_distances.py FIXTURES
+
+bf16: the engine's bf16 arithmetic against the float32 reference, without quantized activations.
+activations: what they change in the reference of the tool itself, and how far the engine, with
+activations as the checkpoint prescribes, is from that reference in float32 and in bf16."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import qkv
+
+Values = NDArray[np.float64]
+ACTIVATIONS = ("expected_actquant.npz", "expected_fakequant_bf16.npz")
+
+
+def recorded(path: Path, n_prompts: int) -> Values:
+    stored = np.load(path)
+    parts = [stored[f"p{i}_prompt_logprobs"].astype(np.float64) for i in range(n_prompts)]
+    return np.concatenate(parts)
+
+
+def measured(path: Path, prompts: list[list[int]], **options: Any) -> Values:
+    with qkv.Engine(
+        path, threads=1, kv_tokens=4096, max_model_len=512, kv_cache_dtype="bf16", **options
+    ) as engine:
+        scores = engine.score(prompts, progress=False)
+    return np.concatenate([score.token_logprobs.astype(np.float64) for score in scores])
+
+
+def distance(a: Values, b: Values) -> str:
+    off = np.abs(a - b)
+    return f"{off.max():.4f} ({off.mean():.4f})"
+
+
+def rows(fixtures: Path) -> Iterator[tuple[str, ...]]:
+    for folder in sorted(fixtures.iterdir()):
+        if not (folder / "config.json").exists() or not (folder / "expected.npz").exists():
+            continue
+        prompts = [row["ids"] for row in json.loads((folder / "prompts.json").read_text())]
+        try:
+            bf16 = measured(folder, prompts, activation_quant="off")
+        except qkv.UnsupportedError:
+            continue
+        exact = recorded(folder / "expected.npz", len(prompts))
+        row = [folder.name, distance(bf16, exact)]
+        noise = folder / "expected_bf16.npz"
+        row.append(distance(recorded(noise, len(prompts)), exact) if noise.exists() else "")
+        tool = next((folder / name for name in ACTIVATIONS if (folder / name).exists()), None)
+        if tool is None:
+            yield (*row, "", "", "")
+            continue
+        wanted = recorded(tool, len(prompts))
+        row.append(distance(wanted, exact))
+        for compute in ("float32", "bf16"):
+            got = measured(folder, prompts, activation_quant="checkpoint", compute_dtype=compute)
+            row.append(distance(got, wanted))
+        yield tuple(row)
+
+
+def main() -> None:
+    print("| checkpoint | bf16 | transformers' bf16 | activations | float32 | bf16 |")
+    print("|---|---|---|---|---|---|")
+    for row in rows(Path(sys.argv[1])):
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()
