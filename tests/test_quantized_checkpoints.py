@@ -98,7 +98,7 @@ RUN = [name for name in NAMES if name not in NOT_RUN]
 @pytest.mark.parametrize("name", RUN)
 def test_float32_log_probabilities(fixtures_dir: Path, name: str) -> None:
     expected = Expected(fixtures_dir / name)
-    options = {"compute_dtype": "float32", "activation_quant": "off"}
+    options = {"compute_dtype": "float32", "activation_quant": "off", "kv_cache_dtype": "auto"}
     got = prompt_logprobs(fixtures_dir / name, expected.prompts, **options)
     assert expected.differences(got).max() <= FLOAT32_BOUND
 
