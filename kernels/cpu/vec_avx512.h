@@ -145,10 +145,9 @@ static inline vf vf_exp(vf a)
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    p = _mm512_scalef_ps(p, n);
-    __mmask16 low = _mm512_cmp_ps_mask(a, _mm512_set1_ps(-87.33654f), _CMP_LT_OQ);
+    __mmask16 not_low = _mm512_cmp_ps_mask(a, _mm512_set1_ps(-87.33654f), _CMP_NLT_UQ);
     __mmask16 high = _mm512_cmp_ps_mask(a, _mm512_set1_ps(88.72284f), _CMP_GT_OQ);
-    p = _mm512_mask_mov_ps(p, low, _mm512_setzero_ps());
+    p = _mm512_maskz_scalef_ps(not_low, p, n);
     return _mm512_mask_mov_ps(p, high, _mm512_set1_ps(INFINITY));
 }
 static inline vi vi_load(const uint32_t *p)
