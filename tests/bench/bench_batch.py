@@ -7,8 +7,9 @@
 greedy, text included. `prefill`: one prompt of --chunk tokens, and one token. `of_peak` is the time
 that the multiply-adds of all matrices take at the peak of bf16 dot products (limits.h, as many
 threads, measured in the same run) over the time taken; logits count where they are needed. With
---int8 each model is also run with activation_quant="int8", and `of_bf16` is the speed over that of
-the first model. Runs are taken in turn; figures are medians over the rounds.
+--int8 each model is also run with activation_quant="int8"; `of_first` is the speed over that of the
+first line. Runs are taken in turn; figures are medians over the rounds, of which the first also
+pays for fresh memory.
 
 --profile: where the first thread's time goes, in per cent of the run, by perf's samples."""
 
@@ -149,7 +150,7 @@ def report(cases: list[Case], peak: float, args: argparse.Namespace) -> None:
 def run_for_profile(args: argparse.Namespace) -> None:
     """Prints begin and end of what is to be profiled."""
     with open_engine(args.models[0], args.int8, args) as engine:
-        run(engine, *shape("prefill", args), seed=99)
+        run(engine, *shape(args.profile, args), seed=99)
         begun = time.monotonic()
         turn = 0
         while turn == 0 or time.monotonic() < begun + 2:
