@@ -6,8 +6,8 @@
 measures with huge pages and as many threads, over the time of a step. A step reads every tensor of
 the files but an embedding that is not also the head, of which it reads one row. `fixed` is a model
 with the demo's layers, heads and vocabulary, but hidden and intermediate size of 64: what a step
-costs without weights. Limit and models are measured in turn, so that what else the machine does
-meets them all; figures are medians over the rounds."""
+costs without weights. The limit is measured again before each model in each round, as a machine's
+bandwidth may change between two of them; figures are medians over the rounds, of the ratios too."""
 
 from __future__ import annotations
 
@@ -73,28 +73,28 @@ def step_seconds(engine: qkv.Engine, n_tokens: int) -> float:
 
 
 def measure(models: Sequence[str], program: str, args: argparse.Namespace) -> None:
-    limits: list[float] = []
-    taken: dict[str, list[float]] = {model: [] for model in models}
+    # (bandwidth, time of a step) of each round
+    taken: dict[str, list[tuple[float, float]]] = {model: [] for model in models}
     with ExitStack() as stack:
         engines = {
             model: stack.enter_context(qkv.Engine(model, threads=args.threads, max_running=1))
             for model in models
         }
         for turn in range(args.rounds):
-            limits.append(read_bandwidth(program, args.threads))
             for model, engine in engines.items():
                 if turn == 0:
                     step_seconds(engine, args.tokens)
-                taken[model].append(step_seconds(engine, args.tokens))
-    limit = statistics.median(limits)
-    print("model,threads,mbytes,read_gbytes_per_s,limit_ms,step_ms,tokens_per_s,of_limit")
-    for model in models:
-        step = statistics.median(taken[model])
+                limit = read_bandwidth(program, args.threads)
+                taken[model].append((limit, step_seconds(engine, args.tokens)))
+    print("model,threads,mbytes,read_gbytes_per_s,step_ms,tokens_per_s,of_limit")
+    for model, rounds in taken.items():
         n_bytes = bytes_per_token(model)
-        ideal = n_bytes / limit
+        limit = statistics.median(limit for limit, _ in rounds)
+        step = statistics.median(step for _, step in rounds)
+        ratio = statistics.median(n_bytes / limit / step for limit, step in rounds)
         print(
             f"{Path(model).name},{args.threads},{1e-6 * n_bytes:.1f},{1e-9 * limit:.1f},"
-            f"{1e3 * ideal:.3f},{1e3 * step:.3f},{1 / step:.1f},{ideal / step:.3f}"
+            f"{1e3 * step:.3f},{1 / step:.1f},{ratio:.3f}"
         )
 
 
