@@ -144,6 +144,9 @@ struct qkv_linear {
     enum qkv_epilogue epilogue;
     float softcap;        /* y = softcap * tanh(y / softcap) if not 0 */
     struct qkv_buffer *y; /* f32 [n_rows, sum of n_out] */
+    /* The weights of the linear that follows: a hint, so that a backend can fetch them early. */
+    int32_t n_next;
+    const struct qkv_weight *next[3];
 };
 
 /* Norms and rotates q and k, writes k and v of the batch's rows into the cache, then attends to the

@@ -4,13 +4,19 @@
 
 #include "model/plan.h"
 
+/* `next`: what follows */
 static enum qkv_status run_linear(struct qkv_error *err, const struct qkv_model *model,
-                                  const struct qkv_linear_plan *plan, struct qkv_linear args)
+                                  const struct qkv_linear_plan *plan,
+                                  const struct qkv_linear_plan *next, struct qkv_linear args)
 {
     args.n_weights = plan->n;
     for (int32_t i = 0; i < plan->n; i++) {
         args.weight[i] = plan->weight[i];
         args.bias[i] = plan->bias[i];
+    }
+    args.n_next = next->n;
+    for (int32_t i = 0; i < next->n; i++) {
+        args.next[i] = next->weight[i];
     }
     args.norm_eps = (float)model->config.norm_eps;
     args.act = model->config.act;
@@ -20,16 +26,17 @@ static enum qkv_status run_linear(struct qkv_error *err, const struct qkv_model 
 /* x += plan(in), or x += norm(plan(in)) where the architecture norms a block's output. */
 static enum qkv_status add_branch(struct qkv_error *err, const struct qkv_model *model,
                                   const struct qkv_linear_plan *plan,
+                                  const struct qkv_linear_plan *next,
                                   const struct qkv_buffer *post_norm, struct qkv_linear args)
 {
     if (post_norm == NULL) {
         args.epilogue = QKV_EPILOGUE_ADD;
         args.y = model->x;
-        return run_linear(err, model, plan, args);
+        return run_linear(err, model, plan, next, args);
     }
     args.epilogue = QKV_EPILOGUE_STORE;
     args.y = model->branch;
-    QKV_TRY(run_linear(err, model, plan, args));
+    QKV_TRY(run_linear(err, model, plan, next, args));
     return model->backend->norm_add(err, model->device, model->x, model->branch, post_norm,
                                     (float)model->config.norm_eps, args.n_rows,
                                     model->config.hidden);
@@ -41,7 +48,7 @@ static enum qkv_status attention_block(struct qkv_error *err, const struct qkv_m
     const struct qkv_model_config *config = &model->config;
     const struct qkv_layer_plan *plan = &model->layers[layer];
     const struct qkv_layer_config *kind = &config->layers[layer];
-    QKV_TRY(run_linear(err, model, &plan->qkv,
+    QKV_TRY(run_linear(err, model, &plan->qkv, &plan->out,
                        (struct qkv_linear){
                            .x = model->x,
                            .n_rows = n_rows,
@@ -65,7 +72,7 @@ static enum qkv_status attention_block(struct qkv_error *err, const struct qkv_m
                                           .window = kind->window,
                                           .quantize_q = model->quantize_q,
                                       }));
-    return add_branch(err, model, &plan->out, plan->attn_post_norm,
+    return add_branch(err, model, &plan->out, &plan->gate_up, plan->attn_post_norm,
                       (struct qkv_linear){
                           .x = model->heads,
                           .n_rows = n_rows,
@@ -77,7 +84,10 @@ static enum qkv_status mlp_block(struct qkv_error *err, const struct qkv_model *
                                  int32_t layer, int32_t n_rows)
 {
     const struct qkv_layer_plan *plan = &model->layers[layer];
-    QKV_TRY(run_linear(err, model, &plan->gate_up,
+    const struct qkv_linear_plan head = {.n = 1, .weight = {model->head}};
+    const struct qkv_linear_plan *next =
+        layer + 1 < model->config.n_layers ? &model->layers[layer + 1].qkv : &head;
+    QKV_TRY(run_linear(err, model, &plan->gate_up, &plan->down,
                        (struct qkv_linear){
                            .x = model->x,
                            .n_rows = n_rows,
@@ -86,7 +96,7 @@ static enum qkv_status mlp_block(struct qkv_error *err, const struct qkv_model *
                            .epilogue = QKV_EPILOGUE_STORE,
                            .y = model->wide,
                        }));
-    return add_branch(err, model, &plan->down, plan->mlp_post_norm,
+    return add_branch(err, model, &plan->down, next, plan->mlp_post_norm,
                       (struct qkv_linear){
                           .x = model->wide,
                           .n_rows = n_rows,

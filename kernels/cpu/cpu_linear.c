@@ -43,6 +43,7 @@ struct linear_task {
     struct qkv_cpu_gemm gemm[QKV_WEIGHTS_MAX];
     int32_t n_weights;
     size_t n_panels; /* of all weights */
+    const struct qkv_linear *args;
     uint8_t *scratch;
     size_t scratch_bytes; /* per thread, for GEMM and for a row of floats */
 };
@@ -96,13 +97,37 @@ static void pack_rows_part(const struct linear_task *task, size_t begin, size_t 
     }
 }
 
-static void gemm_part(const struct linear_task *task, size_t begin, size_t end, void *scratch)
+/* What the thread reads first in the linear after this one, NULL: not known. */
+static const uint8_t *next_data(const struct linear_task *task, int thread)
 {
+    const struct qkv_linear *args = task->args;
+    size_t n_panels = 0;
+    for (int32_t i = 0; i < args->n_next; i++) {
+        n_panels += (size_t)args->next[i]->n_panels;
+    }
+    size_t panel = part(n_panels, qkv_threads_count(task->threads), thread);
+    for (int32_t i = 0; i < args->n_next; i++) {
+        const struct qkv_weight *w = args->next[i];
+        if (panel < (size_t)w->n_panels) {
+            return w->data + panel * w->panel_bytes;
+        }
+        panel -= (size_t)w->n_panels;
+    }
+    return NULL;
+}
+
+static void gemm_part(const struct linear_task *task, int thread, void *scratch)
+{
+    int n_threads = qkv_threads_count(task->threads);
+    size_t begin = part(task->n_panels, n_threads, thread);
+    size_t end = part(task->n_panels, n_threads, thread + 1);
     for (int32_t i = 0; i < task->n_weights; i++) {
         size_t n = (size_t)task->gemm[i].weight->n_panels;
         if (begin < n && begin < end) {
             size_t stop = end < n ? end : n;
-            (task->bytes ? task->ops->gemm_int8 : task->ops->gemm)(&task->gemm[i], (int32_t)begin,
+            struct qkv_cpu_gemm gemm = task->gemm[i];
+            gemm.next = end > n ? task->gemm[i + 1].weight->data : next_data(task, thread);
+            (task->bytes ? task->ops->gemm_int8 : task->ops->gemm)(&gemm, (int32_t)begin,
                                                                    (int32_t)stop, scratch);
         }
         begin = begin < n ? 0 : begin - n;
@@ -126,8 +151,7 @@ static void linear_thread(void *ctx, size_t begin, size_t end, int thread)
         pack_part(task, first, last);
     }
     qkv_threads_barrier(task->threads);
-    gemm_part(task, part(task->n_panels, n_threads, thread),
-              part(task->n_panels, n_threads, thread + 1), scratch);
+    gemm_part(task, thread, scratch);
 }
 
 static enum qkv_status check_linear(struct qkv_error *err, const struct qkv_linear *args)
@@ -275,6 +299,7 @@ static enum qkv_status run_linear(struct qkv_error *err, struct qkv_device *dev,
     int32_t k = w->k_in;
     bool gated = args->prologue == QKV_PROLOGUE_GATED;
     struct linear_task task = {
+        .args = args,
         .ops = gemm_ops(dev),
         .threads = dev->threads,
         .pack = {.x = args->x->data,

@@ -48,9 +48,10 @@ struct qkv_cpu_gemm {
     const float *x_scale;     /* [n_rows], or NULL */
     float *y;                 /* [n_rows, y_stride], at the weight's first column */
     size_t y_stride;
-    const float *bias; /* [n_out] or NULL */
-    bool add;          /* y += result */
-    float softcap;     /* result = softcap * tanh(result / softcap), 0: none */
+    const float *bias;   /* [n_out] or NULL */
+    bool add;            /* y += result */
+    float softcap;       /* result = softcap * tanh(result / softcap), 0: none */
+    const uint8_t *next; /* what this thread reads after the weight, NULL: not known */
 };
 
 struct qkv_cpu_gemm_ops {
