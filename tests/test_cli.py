@@ -12,6 +12,7 @@ import pytest
 
 import qkv
 from qkv import cli
+from ref import make_tiny
 
 SMALL = ["--kv-tokens", "1024", "--threads", "1", "--max-tokens", "5", "--temperature", "0"]
 SMALL += ["--ignore-eos"]
@@ -123,8 +124,12 @@ def test_inspect(tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]) 
 def test_inspect_what_cannot_run(fixtures_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", str(fixtures_dir / "base-glm4-tiny")]) == 0
     assert "Glm4ForCausalLM" in capsys.readouterr().out
-    found = qkv.inspect(fixtures_dir / "gguf-mixed-llama-g/gguf-mixed-llama-g.gguf")
-    assert found.problem is not None and "Q2_K" in found.problem
+
+
+def test_inspect_without_a_codec(tmp_path: Path) -> None:
+    kind, codec = {r"attn_k\.": "Q8_K"}, make_tiny.ZeroBlocks()
+    make_tiny.write_gguf(tmp_path / "m.gguf", "llama", types=kind, codec=codec, hidden_size=256)
+    assert qkv.inspect(tmp_path / "m.gguf").problem == "no codec for Q8_K"
 
 
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from codec_blocks import LAYOUTS, digest_of, hashed_blocks
 from qkv import _core
 
 DATA = Path(__file__).parent / "data" / "codec_blocks.npz"
-FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+DIGESTS = json.loads((Path(__file__).parent / "data" / "codec_digests.json").read_text())
+ENCODED = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+READ_ONLY = ["Q2_K", "Q3_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"]
+READ_ONLY += ["IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"]
+FORMATS = [*ENCODED, *READ_ONLY]
 GGUFS = ["gguf-mixed-llama-g", "gguf-q4_k_m-llama-g"]
 
 
@@ -32,7 +37,14 @@ def test_recorded_blocks(name: str) -> None:
     assert_same_bits(_core.dequantize(name, np.ascontiguousarray(blocks).reshape(-1)), values)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_digests(name: str) -> None:
+    """Enough blocks that every entry of a grid is in them."""
+    blocks = hashed_blocks(name, DIGESTS["n_blocks"])
+    assert digest_of(_core.dequantize(name, blocks.reshape(-1))) == DIGESTS[name]
+
+
+@pytest.mark.parametrize("name", ENCODED)
 def test_quantized_values_come_back(name: str) -> None:
     """The coarsest formats have 15 steps over a block's range of about 4.5: steps of 0.3, which put
     the numbers off by 0.3 / sqrt(12) = 0.087. What a narrow float holds is found again exactly."""
@@ -47,8 +59,12 @@ def test_quantized_values_come_back(name: str) -> None:
 
 
 def test_unknown_and_uncoded_formats_are_refused() -> None:
-    with pytest.raises(_core.UnsupportedError, match="IQ2_XXS"):
-        _core.dequantize("IQ2_XXS", np.zeros(66, np.uint8))
+    for name, n_bytes in (("Q8_1", 36), ("Q8_K", 292)):
+        with pytest.raises(_core.UnsupportedError, match=name):
+            _core.dequantize(name, np.zeros(n_bytes, np.uint8))
+    for name in READ_ONLY:
+        with pytest.raises(_core.UnsupportedError, match=f"{name} has no encoder"):
+            _core.quantize(name, np.zeros(256, np.float32))
     with pytest.raises(ValueError, match="Q9_9"):
         _core.dequantize("Q9_9", np.zeros(66, np.uint8))
     with pytest.raises(ValueError, match=r"Q4_0"):
@@ -69,8 +85,7 @@ def expected_views(
         assert_same_bits(rows[-16:], recorded[f"{name}|rows_last16"].astype(np.float32))
         n_checked += 1
     if f"{name}|sha256" in recorded:
-        digest = hashlib.sha256(np.ascontiguousarray(values, "<f4").tobytes()).hexdigest()
-        assert digest == str(recorded[f"{name}|sha256"])
+        assert digest_of(values) == str(recorded[f"{name}|sha256"])
         n_checked += 1
     return n_checked
 
@@ -80,16 +95,15 @@ def test_fixture_file(fixtures_dir: Path, case: str) -> None:
     with np.load(fixtures_dir / case / "dequant.npz") as archive:
         recorded = dict(archive)
     checkpoint = _core.Checkpoint(str(fixtures_dir / case / f"{case}.gguf"))
-    checked = set()
+    present, checked = set(), set()
     for name, format_name, shape, _ in checkpoint.tensors():
-        if format_name in FORMATS:
-            values = checkpoint.dequantize(name)
-            assert values.shape == shape
-            if expected_views(name, values, recorded):
-                checked.add(format_name)
+        values = checkpoint.dequantize(name)
+        assert values.shape == shape
+        present.add(format_name)
+        if expected_views(name, values, recorded):
+            checked.add(format_name)
     checkpoint.close()
-    wanted = {"F16", "BF16", "Q5_1", "Q4_K", "Q5_K", "Q6_K"} if "mixed" in case else {"Q4_K"}
-    assert wanted <= checked
+    assert checked == present - {"F32"}
 
 
 @pytest.mark.parametrize(
@@ -122,6 +136,6 @@ def test_packed_bytes() -> None:
     assert _core.packed_bytes("BF16", 64, 256) == 2 * 64 * 256
     assert _core.packed_bytes("BF16", 64, 256, True) == 4 * 64 * 256
     assert _core.packed_bytes("Q4_0", 64, 256) == 64 * (128 + 2 * 8)
-    for name, n_out, k_in in (("fp7", 1, 32), ("Q4_0", 0, 32), ("Q4_0", 1, 33), ("IQ1_S", 1, 256)):
+    for name, n_out, k_in in (("fp7", 1, 32), ("Q4_0", 0, 32), ("Q4_0", 1, 33), ("Q8_K", 1, 256)):
         with pytest.raises(ValueError, match=name):
             _core.packed_bytes(name, n_out, k_in)

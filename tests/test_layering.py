@@ -66,12 +66,12 @@ def test_a_file_name_is_taken_once(copy: Path) -> None:
     [
         (
             "csrc/quant/formats.def",
-            'QKV_FORMAT(N, "N", 32, 18, 99, "", QKV_CODE_I4, 32, QKV_SCALE_F16, QKV_SCALE_NONE)',
+            'QKV_FORMAT(N, "N", 32, 18, 99, "", I4, 32, F16, NONE, 1)',
             "N has no case in csrc/quant/codec.c",
         ),
         (
             "csrc/quant/formats.def",
-            'QKV_FORMAT(X, "X", 32, 18, 2, "", QKV_CODE_NONE, 0, QKV_SCALE_NONE, QKV_SCALE_NONE)',
+            'QKV_FORMAT(X, "X", 32, 18, 2, "", NONE, 0, NONE, NONE, 1)',
             "the GGUF id 2 stands twice",
         ),
         (

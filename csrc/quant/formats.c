@@ -5,16 +5,17 @@
 
 static const struct qkv_format_traits traits[QKV_FORMAT_COUNT] = {
 #define QKV_FORMAT(id, name_, block_elems_, block_bytes_, gguf_id_, safetensors_name_, code_,      \
-                   group_, scale_, min_)                                                           \
+                   group_, scale_, min_, factor_)                                                  \
     [QKV_FORMAT_##id] = {.name = name_,                                                            \
                          .safetensors_name = safetensors_name_,                                    \
                          .gguf_id = gguf_id_,                                                      \
                          .block_elems = block_elems_,                                              \
                          .block_bytes = block_bytes_,                                              \
-                         .code = code_,                                                            \
+                         .code = QKV_CODE_##code_,                                                 \
                          .group = group_,                                                          \
-                         .scale = scale_,                                                          \
-                         .min = min_},
+                         .scale = QKV_SCALE_##scale_,                                              \
+                         .min = QKV_SCALE_##min_,                                                  \
+                         .factor = factor_},
 #include "quant/formats.def"
 };
 

@@ -46,6 +46,7 @@ struct qkv_format_traits {
     int32_t group; /* elements along K per scale; 0: unscaled */
     enum qkv_scale scale;
     enum qkv_scale min;
+    float factor; /* of all scales of the format: a power of two, 1 where there is none */
 };
 
 /* Never NULL for a format below QKV_FORMAT_COUNT. */

@@ -245,7 +245,7 @@ float qkv_matrix_row_scale(const struct qkv_matrix *m, int64_t row)
 {
     float scale = 1.0f;
     if (is_blocks(m)) {
-        return scale;
+        return qkv_format_traits(m->format)->factor;
     }
     int64_t source = stored_row(m, row);
     if (scale_is_per_row(m)) {
@@ -340,6 +340,10 @@ static void form_of_blocks(enum qkv_format format, struct qkv_form *out)
     out->block = t->scale == QKV_SCALE_F16_SUB ? t->block_elems : t->group;
     out->scale = t->scale;
     out->min = t->min;
+    out->row_scale = t->factor != 1.0f;
+    if (qkv_codec_table(format) != NULL) {
+        memcpy(out->table, qkv_codec_table(format), sizeof out->table);
+    }
 }
 
 /* Scales per group. False where groups or their arithmetic fit no form. */
@@ -436,13 +440,14 @@ static void read_blocks(const struct qkv_matrix *m, const struct qkv_form *form,
     const struct qkv_format_traits *t = qkv_format_traits(m->format);
     const uint8_t *block = block_at(m, row, first);
     int n_groups = t->block_elems / t->group;
+    bool bytes = form->scale == QKV_SCALE_E8M0 || form->scale == QKV_SCALE_E4M3;
     for (int64_t i = 0; i < n; i += t->block_elems, block += t->block_bytes) {
         struct qkv_unpacked u;
         qkv_codec_unpack(m->format, block, &u);
         memcpy(out->code + i, u.code, (size_t)t->block_elems);
         int64_t first_group = i / form->group;
         for (int g = 0; g < n_groups; g++) {
-            out->scale[first_group + g] = u.scale_f16;
+            out->scale[first_group + g] = bytes ? u.scale_byte[g] : u.scale_f16;
             out->min[first_group + g] = u.min_f16;
             out->scale_sub[first_group + g] = u.scale_sub[g];
             out->min_sub[first_group + g] = u.min_sub[g];

@@ -91,6 +91,14 @@ static void expect_scale(const struct qkv_weight *w, const struct qkv_pack_scale
     }
 }
 
+static void expect_byte_scales(const struct qkv_weight *w, uint8_t *panel, size_t block, size_t c,
+                               size_t groups, const uint8_t *bytes)
+{
+    for (size_t g = 0; g < groups; g++) {
+        panel[w->scale.offset + (block * groups + g) * 32 + c] = bytes[g];
+    }
+}
+
 static void expect_codes(enum qkv_format format, const struct qkv_weight *w, const uint8_t *row,
                          uint8_t *panel, size_t c)
 {
@@ -101,6 +109,11 @@ static void expect_codes(enum qkv_format format, const struct qkv_weight *w, con
         qkv_codec_unpack(format, row + block * (size_t)traits->block_bytes, &u);
         for (size_t i = 0; i < block_elems; i++) {
             expect_code(w, panel, block * block_elems + i, c, u.code[i]);
+        }
+        if (w->scale.kind == QKV_SCALE_E8M0 || w->scale.kind == QKV_SCALE_E4M3) {
+            size_t groups = block_elems / (size_t)traits->group;
+            expect_byte_scales(w, panel, block, c, groups, u.scale_byte);
+            continue;
         }
         expect_scale(w, &w->scale, panel, block, c, u.scale_f16, u.scale_sub);
         expect_scale(w, &w->min, panel, block, c, u.min_f16, u.min_sub);
@@ -139,6 +152,10 @@ static uint8_t *expected(const struct matrix *m, const struct qkv_weight *w)
         }
     }
     free(values);
+    for (int32_t n = 0; w->row_scale != NULL && n < w->n_panels * 32; n++) {
+        float scale = n < m->n ? qkv_format_traits(m->format)->factor : 1.0f;
+        memcpy(data + ((const uint8_t *)(w->row_scale + n) - w->data), &scale, sizeof scale);
+    }
     return data;
 }
 

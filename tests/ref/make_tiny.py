@@ -43,6 +43,7 @@ GGUF_TYPES = {
     "Q4_K": (12, 256, 144),
     "Q5_K": (13, 256, 176),
     "Q6_K": (14, 256, 210),
+    "Q8_K": (15, 256, 292),
 }  # id, elements and bytes of a block
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
@@ -67,6 +68,18 @@ class Codec(Protocol):
 
     def quantize(self, format: str, values: F32, /) -> NDArray[np.uint8]: ...
     def dequantize(self, format: str, blocks: NDArray[np.uint8], /) -> F32: ...
+
+
+class ZeroBlocks:
+    """A codec for types that have none: blocks of zeros."""
+
+    def quantize(self, name: str, values: F32) -> NDArray[np.uint8]:
+        _, elems, n_bytes = GGUF_TYPES[name]
+        return np.zeros(values.size // elems * n_bytes, np.uint8)
+
+    def dequantize(self, name: str, blocks: NDArray[np.uint8]) -> F32:
+        _, elems, n_bytes = GGUF_TYPES[name]
+        return np.zeros(blocks.size // n_bytes * elems, np.float32)
 
 
 class Tiny(NamedTuple):

@@ -44,14 +44,14 @@ def check_formats() -> Iterator[str]:
     yield from doubles(path, "the GGUF id", [row[4] for row in table if row[4] != "-1"])
     yield from doubles(path, "the safetensors name", [row[5] for row in table if row[5]])
     codec, tests = text_of("csrc/quant/codec*.c"), text_of("tests/test_codec*.py")
-    for ident, name, elems, _size, _id, _st, code, group, scale, _min in table:
-        if code == "QKV_CODE_NONE":
+    for ident, name, elems, _size, _id, _st, code, group, scale, _min, _factor in table:
+        if code == "NONE":
             continue
-        if f"QKV_FORMAT_{ident}" not in codec:
+        if not re.search(rf"QKV_FORMAT_{ident}\b", codec):
             yield f"{path}: {name} has no case in csrc/quant/codec.c"
         if not re.search(rf'["\']{name}["\']', tests):
             yield f"{path}: {name} has no row in tests/test_codec.py"
-        if (group == "0") != (scale == "QKV_SCALE_NONE"):
+        if (group == "0") != (scale == "NONE"):
             yield f"{path}: {name} has groups of {group} and {scale}"
         if group != "0" and int(elems) % int(group) != 0:
             yield f"{path}: {name}: a block of {elems} is not a whole number of groups of {group}"
