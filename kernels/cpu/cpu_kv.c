@@ -168,6 +168,7 @@ static enum qkv_status layer_create(struct qkv_error *err, struct qkv_device *de
     QKV_TRY(check_shape(err, "v_dim", desc->v_dim, MAX_DIM));
     size_t n_heads = (size_t)desc->n_kv_heads;
     layer->desc = *desc;
+    layer->n_pages = kv->n_pages;
     layer->k_pad = (int32_t)qkv_round_up((size_t)desc->k_dim, QKV_ATTN_PAD);
     layer->v_pad = (int32_t)qkv_round_up((size_t)desc->v_dim, QKV_ATTN_PAD);
     layer->k_page_bytes = QKV_PAGE_TOKENS * qkv_kv_row_bytes(desc->k_format, layer->k_pad);
@@ -387,12 +388,13 @@ enum qkv_status qkv_cpu_kv_zero(struct qkv_error *err, struct qkv_device *dev, s
     }
     for (int32_t l = first_layer; l < kv->n_layers; l++) {
         struct qkv_cpu_kv_layer *layer = &kv->layers[l];
-        size_t n_heads = (size_t)layer->desc.n_kv_heads;
-        for (int32_t i = 0; i < n_pages; i++) {
-            memset(layer->k + qkv_cpu_kv_k_offset(layer, pages[i], 0), 0,
-                   n_heads * layer->k_page_bytes);
-            memset(layer->v + qkv_cpu_kv_v_offset(layer, pages[i], 0), 0,
-                   n_heads * layer->v_page_bytes);
+        for (int32_t head = 0; head < layer->desc.n_kv_heads; head++) {
+            for (int32_t i = 0; i < n_pages; i++) {
+                memset(layer->k + qkv_cpu_kv_k_offset(layer, pages[i], head), 0,
+                       layer->k_page_bytes);
+                memset(layer->v + qkv_cpu_kv_v_offset(layer, pages[i], head), 0,
+                       layer->v_page_bytes);
+            }
         }
     }
     return QKV_OK;

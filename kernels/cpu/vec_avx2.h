@@ -263,6 +263,11 @@ static inline void vc_store(uint16_t *p, vc a)
 {
     _mm256_storeu_si256((__m256i *)p, a);
 }
+static inline vc vc_e2m1_times(const uint8_t *p, vf even, vf odd)
+{
+    vc a = vc_e2m1(p);
+    return vc_pack(vf_mul(vc_even(a), even), vf_mul(vc_odd(a), odd));
+}
 static inline vf vf_load_e4m3(const uint8_t *p)
 {
     __m256i w = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));

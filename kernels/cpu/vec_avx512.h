@@ -179,38 +179,99 @@ static inline vf vi_lookup(vt table, vi a, int shift)
 
 typedef __m512i vc;
 
-/* 32 codes in 16-bit lanes to bf16: exponent and mantissa moved into place, subnormals by table. */
+/* 32 codes in 16-bit lanes to bf16: exponent and mantissa moved into place, subnormals and special
+ * values by a table of which the code's low 5 bits are the index. */
 static inline vc vc_e4m3(const uint8_t *p)
 {
-    const __m512i subnormal =
-        _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-                         0x3c60, 0x3c40, 0x3c20, 0x3c00, 0x3bc0, 0x3b80, 0x3b00, 0);
+    const __m512i table =
+        _mm512_set_epi16(0x7fc0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                         0, 0x3c60, 0x3c40, 0x3c20, 0x3c00, 0x3bc0, 0x3b80, 0x3b00, 0);
     __m512i w = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p));
     __m512i magnitude = _mm512_and_si512(w, _mm512_set1_epi16(0x7f));
     __m512i v = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(0x3c00));
-    __mmask32 low = _mm512_testn_epi16_mask(w, _mm512_set1_epi16(0x78));
-    __mmask32 nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f));
-    v = _mm512_mask_permutexvar_epi16(v, low, magnitude, subnormal);
-    v = _mm512_mask_mov_epi16(v, nan, _mm512_set1_epi16(0x7fc0));
-    /* v | (w << 8 & 0x8000) */
+    __m512i above = _mm512_sub_epi16(magnitude, _mm512_set1_epi16(8));
+    __mmask32 special = _mm512_cmpge_epu16_mask(above, _mm512_set1_epi16(0x7f - 8));
+    v = _mm512_mask_permutexvar_epi16(v, special, magnitude, table);
     return _mm512_ternarylogic_epi32(v, _mm512_slli_epi16(w, 8), _mm512_set1_epi16((short)0x8000),
-                                     0xf8);
+                                     0xf8); /* v | (shifted & sign) */
 }
 static inline vc vc_e5m2(const uint8_t *p)
 {
-    const __m512i subnormal =
-        _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-                         0, 0, 0, 0x3840, 0x3800, 0x3780, 0);
+    const __m512i table =
+        _mm512_set_epi16(0x7fe0, 0x7fc0, 0x7fa0, 0x7f80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                         0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x3840, 0x3800, 0x3780, 0);
     __m512i w = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p));
     __m512i magnitude = _mm512_and_si512(w, _mm512_set1_epi16(0x7f));
     __m512i v = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 5), _mm512_set1_epi16(0x3800));
-    __mmask32 low = _mm512_testn_epi16_mask(w, _mm512_set1_epi16(0x7c));
-    __mmask32 special = _mm512_cmpgt_epi16_mask(magnitude, _mm512_set1_epi16(0x7b));
-    v = _mm512_mask_permutexvar_epi16(v, low, magnitude, subnormal);
-    v = _mm512_mask_add_epi16(v, special, v, _mm512_set1_epi16(0x3800));
+    __m512i above = _mm512_sub_epi16(magnitude, _mm512_set1_epi16(4));
+    __mmask32 special = _mm512_cmpge_epu16_mask(above, _mm512_set1_epi16(0x7c - 4));
+    v = _mm512_mask_permutexvar_epi16(v, special, magnitude, table);
     return _mm512_ternarylogic_epi32(v, _mm512_slli_epi16(w, 8), _mm512_set1_epi16((short)0x8000),
                                      0xf8);
 }
+
+/* The same where bytes can be looked up (VBMI), in tables of the low and the high byte of each
+ * magnitude. Not every processor with AVX-512 can: VEC_HAS_TABLES() asks. */
+#if defined(QKV_EMULATE_DPBF16)
+#define VEC_HAS_TABLES() 0 /* so that tests reach the other way, too */
+#else
+#define VEC_HAS_TABLES() __builtin_cpu_supports("avx512vbmi")
+#endif
+#define VEC_TABLES __attribute__((target("avx512vbmi")))
+
+#define VC_8(x) x, x, x, x, x, x, x, x
+#define VC_16(x) VC_8(x), VC_8(x)
+#define VC_LOW_16                                                                                  \
+    0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0
+#define VC_LOW_8 0x00, 0x20, 0x40, 0x60, 0x80, 0xa0, 0xc0, 0xe0
+
+/* Each code into both bytes of its lane, then either byte looked up: the index is a code's low 7
+ * bits. */
+VEC_TABLES static inline vc vc_by_tables(const uint8_t *p, const uint8_t (*tables)[128])
+{
+    const __m512i twice = _mm512_set_epi8(
+        31, 31, 30, 30, 29, 29, 28, 28, 27, 27, 26, 26, 25, 25, 24, 24, 23, 23, 22, 22, 21, 21, 20,
+        20, 19, 19, 18, 18, 17, 17, 16, 16, 15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8,
+        8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    __m256i codes = _mm256_loadu_si256((const __m256i *)p);
+    __m512i w = _mm512_permutexvar_epi8(twice, _mm512_castsi256_si512(codes));
+    __m512i v = _mm512_mask2_permutex2var_epi8(
+        _mm512_loadu_si512(tables[0]), w, 0x5555555555555555u, _mm512_loadu_si512(tables[0] + 64));
+    v = _mm512_mask2_permutex2var_epi8(_mm512_loadu_si512(tables[1]), v, 0xaaaaaaaaaaaaaaaau,
+                                       _mm512_loadu_si512(tables[1] + 64));
+    return _mm512_ternarylogic_epi32(v, w, _mm512_set1_epi16((short)0x8000), 0xf8);
+}
+VEC_TABLES static inline vc vc_e4m3_table(const uint8_t *p)
+{
+    static const uint8_t tables[2][128] = {
+        {0,         0,         0x80, 0xc0, 0,    0x20, 0x40,      0x60,      0x80,      0x90,
+         0xa0,      0xb0,      0xc0, 0xd0, 0xe0, 0xf0, VC_LOW_16, VC_LOW_16, VC_LOW_16, VC_LOW_16,
+         VC_LOW_16, VC_LOW_16, 0x00, 0x10, 0x20, 0x30, 0x40,      0x50,      0x60,      0x70,
+         0x80,      0x90,      0xa0, 0xb0, 0xc0, 0xd0, 0xe0,      0xc0},
+        {0,           0x3b,        0x3b,        0x3b,        0x3c,        0x3c,
+         0x3c,        0x3c,        VC_8(0x3c),  VC_16(0x3d), VC_16(0x3e), VC_16(0x3f),
+         VC_16(0x40), VC_16(0x41), VC_16(0x42), VC_8(0x43),  0x43,        0x43,
+         0x43,        0x43,        0x43,        0x43,        0x43,        0x7f}};
+    return vc_by_tables(p, tables);
+}
+VEC_TABLES static inline vc vc_e5m2_table(const uint8_t *p)
+{
+    static const uint8_t tables[2][128] = {
+        {0,        0x80,     0,        0x40,     0x80,     0xa0,     0xc0,     0xe0,
+         VC_LOW_8, VC_LOW_8, VC_LOW_8, VC_LOW_8, VC_LOW_8, VC_LOW_8, VC_LOW_8, VC_LOW_8,
+         VC_LOW_8, VC_LOW_8, VC_LOW_8, VC_LOW_8, VC_LOW_8, VC_LOW_8, VC_LOW_8},
+        {0,          0x37,       0x38,       0x38,       0x38,       0x38,
+         0x38,       0x38,       VC_8(0x39), VC_8(0x3a), VC_8(0x3b), VC_8(0x3c),
+         VC_8(0x3d), VC_8(0x3e), VC_8(0x3f), VC_8(0x40), VC_8(0x41), VC_8(0x42),
+         VC_8(0x43), VC_8(0x44), VC_8(0x45), VC_8(0x46), 0x47,       0x47,
+         0x47,       0x47,       0x7f,       0x7f,       0x7f,       0x7f}};
+    return vc_by_tables(p, tables);
+}
+#undef VC_8
+#undef VC_16
+#undef VC_LOW_16
+#undef VC_LOW_8
+
 /* A permutation of 32 words looks at 5 bits: with equal halves the neighbour's lowest bit, which is
  * the fifth, does not matter. */
 static inline vc vc_e2m1(const uint8_t *p)
@@ -232,10 +293,22 @@ static inline vf vc_odd(vc a)
 {
     return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32((int)0xffff0000u)));
 }
+/* The high words of either, in turn. */
 static inline vc vc_pack(vf even, vf odd)
 {
-    return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16),
-                           _mm512_castps_si512(odd));
+    const __m512i words =
+        _mm512_set_epi16(63, 31, 61, 29, 59, 27, 57, 25, 55, 23, 53, 21, 51, 19, 49, 17, 47, 15, 45,
+                         13, 43, 11, 41, 9, 39, 7, 37, 5, 35, 3, 33, 1);
+    return _mm512_permutex2var_epi16(_mm512_castps_si512(even), words, _mm512_castps_si512(odd));
+}
+static inline vc vc_e2m1_times(const uint8_t *p, vf even, vf odd)
+{
+    const __m512 table =
+        _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+    __m512i w = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    __m512 a = _mm512_permutexvar_ps(w, table);
+    __m512 b = _mm512_permutexvar_ps(_mm512_srli_epi32(w, 4), table);
+    return vc_pack(_mm512_mul_ps(a, even), _mm512_mul_ps(b, odd));
 }
 static inline void vc_store(uint16_t *p, vc a)
 {

@@ -221,6 +221,12 @@ static inline void vc_store(uint16_t *p, vc a)
     p[0] = (uint16_t)a;
     p[1] = (uint16_t)(a >> 16);
 }
+/* Two e2m1 codes times a factor each, where that is exact in bf16. */
+static inline vc vc_e2m1_times(const uint8_t *p, vf even, vf odd)
+{
+    vc a = vc_e2m1(p);
+    return vc_pack(vc_even(a) * even, vc_odd(a) * odd);
+}
 /* VW codes as floats. */
 static inline vf vf_load_e4m3(const uint8_t *p)
 {
