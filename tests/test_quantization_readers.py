@@ -7,6 +7,7 @@ Packing follows the formats' descriptions and shares nothing with what reads it.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from qkv import _core
 from qkv.quantization import Detected, detect
+from qkv.quantization.wire import to_core
 from ref import make_tiny, stored
 
 Array = NDArray[Any]
@@ -51,7 +53,15 @@ def find(tmp_path: Path) -> Callable[..., Detected]:
 
 
 def values(found: Detected, tensors: Tensors, n: int, k: int, module: str = Q) -> stored.F32:
-    return stored.evaluate(found.matrices[f"{module}.weight"], stored.as_stored(tensors), n, k)
+    """By the formula in NumPy and by the engine's own code, which must agree."""
+    weight = f"{module}.weight"
+    expected = stored.evaluate(found.matrices[weight], stored.as_stored(tensors), n, k)
+    with tempfile.TemporaryDirectory() as folder:
+        stored.write(Path(folder) / "model.safetensors", tensors)
+        matrices, arrays = to_core(found.matrices)
+        core = _core.Checkpoint(folder).matrix(weight, (n, k), matrices, arrays)
+    assert np.array_equal(core, expected)
+    return expected
 
 
 def words(rows: Array, bits: int) -> Array:

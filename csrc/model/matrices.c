@@ -212,9 +212,9 @@ static enum qkv_status read_codes(struct qkv_error *err, const struct reader *r,
     static const char *const KEYS[] = {"tensor",     "order", "meaning", "bits",
                                        "transposed", "add",   NULL};
     static const char *const ORDERS[] = {
-        [QKV_ORDER_ROWS] = "rows",          [QKV_ORDER_ROWS_HIGH] = "rows_high",
-        [QKV_ORDER_COLUMNS] = "columns",    [QKV_ORDER_INTERLEAVED] = "interleaved",
-        [QKV_ORDER_INTERLEAVED + 1] = NULL,
+        [QKV_ORDER_ROWS] = "rows",           [QKV_ORDER_ROWS_HIGH] = "rows_high",
+        [QKV_ORDER_COLUMNS] = "columns",     [QKV_ORDER_INTERLEAVED] = "interleaved",
+        [QKV_ORDER_ROW_PAIRS] = "row_pairs", [QKV_ORDER_ROW_PAIRS + 1] = NULL,
     };
     static const char *const MEANINGS[] = {
         [QKV_MEANING_UNSIGNED] = "unsigned", [QKV_MEANING_OFFSET] = "offset",

@@ -83,6 +83,8 @@ static inline uint32_t raw_code(const struct stored *s, enum qkv_order order, in
             return (uint32_t)((qkv_read_u32(p) | next << 32) >> bit % 32);
         }
         return qkv_read_u32(p) >> bit % 32;
+    case QKV_ORDER_ROW_PAIRS:
+        return (uint32_t)c->data[row / 2 * s->n_columns + column] >> 4 * (row % 2);
     case QKV_ORDER_INTERLEAVED:
         break;
     }
@@ -119,6 +121,9 @@ static void read_codes(const struct stored *s, int64_t row, int64_t first, int64
         break;
     case QKV_ORDER_INTERLEAVED:
         read_raw(s, QKV_ORDER_INTERLEAVED, row, first, n, order, out);
+        break;
+    case QKV_ORDER_ROW_PAIRS:
+        read_raw(s, QKV_ORDER_ROW_PAIRS, row, first, n, order, out);
         break;
     }
 }

@@ -22,11 +22,12 @@
 /* Where packed codes of `bits` bits lie. Words are 32 bits, all is little-endian, and the first
  * code has the least significant bits unless it says otherwise. */
 enum qkv_order {
-    QKV_ORDER_ROWS,       /* each row a stream of bits along K, padded to `row_bytes` */
-    QKV_ORDER_ROWS_HIGH,  /* the same, 4 bits, the first of a byte's two codes in the high nibble */
-    QKV_ORDER_COLUMNS,    /* words [k * bits / 32, n_out]; each column's words a stream along K */
-    QKV_ORDER_INTERLEAVED /* words [k_in, n_out / 8]: AWQ's; nibble i of a word is column
-                             {0, 2, 4, 6, 1, 3, 5, 7}[i] of its 8 */
+    QKV_ORDER_ROWS,      /* each row a stream of bits along K, padded to `row_bytes` */
+    QKV_ORDER_ROWS_HIGH, /* the same, 4 bits, the first of a byte's two codes in the high nibble */
+    QKV_ORDER_COLUMNS,   /* words [k * bits / 32, n_out]; each column's words a stream along K */
+    QKV_ORDER_INTERLEAVED, /* words [k_in, n_out / 8]: AWQ's; nibble i of a word is column
+                              {0, 2, 4, 6, 1, 3, 5, 7}[i] of its 8 */
+    QKV_ORDER_ROW_PAIRS    /* bytes [n_out / 2, k_in], 4 bits: ModelOpt's; the even row is low */
 };
 
 /* What a stored code of `bits` bits, u, stands for. */

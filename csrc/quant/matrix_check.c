@@ -96,6 +96,14 @@ static enum qkv_status check_codes(const struct subject *s, const struct qkv_cod
             return broken(s, "rows", (int64_t)rows, "interleaved needs a multiple of 8");
         }
         return check_bytes(s, true, columns * (rows / 8) * 4, codes->n_bytes);
+    case QKV_ORDER_ROW_PAIRS:
+        if (codes->bits != 4) {
+            return broken(s, "bits", codes->bits, "row_pairs is an order of 4-bit codes");
+        }
+        if (rows % 2 != 0) {
+            return broken(s, "rows", (int64_t)rows, "row_pairs needs a multiple of 2");
+        }
+        return check_bytes(s, true, columns * (rows / 2), codes->n_bytes);
     }
     return broken(s, "order", codes->order, "there is no such");
 }

@@ -44,6 +44,8 @@ static int64_t place_of(const struct qkv_codes *c, int64_t n_rows, int64_t row, 
             }
         }
         break;
+    case QKV_ORDER_ROW_PAIRS:
+        return (row / 2 * (2 * (int64_t)c->n_bytes / n_rows) + column) * 8 + row % 2 * 4 + j;
     }
     CHECK_FAIL("no such place");
 }
@@ -59,6 +61,7 @@ static uint8_t *write_codes(struct qkv_codes *c, const uint8_t *u, int64_t n_row
     int64_t words = (columns * c->bits + 31) / 32;
     int64_t n_bytes = c->order == QKV_ORDER_COLUMNS       ? 4 * words * rows
                       : c->order == QKV_ORDER_INTERLEAVED ? columns * rows / 2
+                      : c->order == QKV_ORDER_ROW_PAIRS   ? columns * rows / 2
                                                           : (rows - 1) * (stream + 3) + stream;
     c->row_bytes = stream + 3;
     c->n_bytes = (uint64_t)n_bytes;
@@ -263,7 +266,8 @@ static void check_codes_alone(struct qkv_codes codes, int64_t n_out, int64_t k_i
 
 static bool makes_sense(const struct qkv_codes *c)
 {
-    bool nibbles = c->order == QKV_ORDER_ROWS_HIGH || c->order == QKV_ORDER_INTERLEAVED;
+    bool nibbles = c->order == QKV_ORDER_ROWS_HIGH || c->order == QKV_ORDER_INTERLEAVED ||
+                   c->order == QKV_ORDER_ROW_PAIRS;
     bool fp8 = c->meaning == QKV_MEANING_E4M3 || c->meaning == QKV_MEANING_E5M2;
     return (c->bits == 4 || (!nibbles && c->meaning != QKV_MEANING_TABLE)) &&
            (c->bits == 8 || !fp8);
@@ -273,7 +277,7 @@ static void test_codes(void)
 {
     static const int64_t shapes[][2] = {{1, 1}, {3, 37}, {8, 40}, {16, 264}, {8, 520}};
     static const int32_t adds[] = {0, 1, -5};
-    enum { ORDERS = 4, MEANINGS = 6 };
+    enum { ORDERS = 5, MEANINGS = 6 };
     for (int i = 0; i < ORDERS * MEANINGS * 8 * 2 * 3; i++) {
         struct qkv_codes codes = {.order = (enum qkv_order)(i % ORDERS),
                                   .meaning = (enum qkv_meaning)(i / ORDERS % MEANINGS),
@@ -282,7 +286,7 @@ static void test_codes(void)
                                   .add = adds[i / (ORDERS * MEANINGS * 8 * 2)]};
         for (int j = 0; makes_sense(&codes) && j < 5; j++) {
             int64_t eights = codes.transposed ? shapes[j][1] : shapes[j][0];
-            if (codes.order != QKV_ORDER_INTERLEAVED || eights % 8 == 0) {
+            if (codes.order < QKV_ORDER_INTERLEAVED || eights % 8 == 0) {
                 check_codes_alone(codes, shapes[j][0], shapes[j][1]);
             }
         }
@@ -317,6 +321,17 @@ static void test_words_of_known_layouts(void)
     for (int n = 0; n < 8; n++) {
         qkv_matrix_values(&m, n, 0, 1, values);
         CHECK_EQ_FLOAT(values[0], (double)n);
+    }
+    static const uint8_t pairs[4] = {0x20, 0x31, 0x64, 0x75}; /* rows 0 and 1, then 2 and 3 */
+    m = (struct qkv_matrix){
+        .format = QKV_FORMAT_COUNT,
+        .n_out = 4,
+        .k_in = 2,
+        .codes = {.data = pairs, .n_bytes = 4, .order = QKV_ORDER_ROW_PAIRS, .bits = 4}};
+    for (int n = 0; n < 4; n++) {
+        qkv_matrix_values(&m, n, 0, 2, values);
+        CHECK_EQ_FLOAT(values[0], (double)(2 * n));
+        CHECK_EQ_FLOAT(values[1], (double)(2 * n + 1));
     }
 }
 

@@ -184,7 +184,7 @@ def evaluate(description: Mapping[str, Any], tensors: Mapping[str, Tensor], n: i
         w = w + array_of(description["min"], tensors, n, n_groups)[:, of_k]
     if "factor" in description:
         factor = array_of(description["factor"], tensors, n, 1)
-        w = (np.float32(1) / factor if description.get("inverted") else factor) * w
+        w = w / factor if description.get("inverted") else factor * w
     return rounded(w.astype(np.float32), description.get("round"))
 
 

@@ -96,7 +96,7 @@ class Matrix:
     scale: Array | None = None
     min: Array | None = None
     factor: Array | None = None
-    inverted: bool = False  # 1 / factor is meant
+    inverted: bool = False  # divided by the factor, not multiplied
     zero: Codes | None = None
     k_group: str | None = None
     k_scale: Array | None = None
