@@ -85,7 +85,8 @@ def awq_words(rows: Array) -> Array:
 
 def halves(rows: Array) -> Array:
     """[r, c] codes of 4 bits -> [r, c / 2] bytes, the even one low."""
-    return (rows[:, 0::2] | rows[:, 1::2] << 4).astype(np.uint8)
+    found: Array = (rows[:, 0::2] | rows[:, 1::2] << 4).astype(np.uint8)
+    return found
 
 
 def f16(shape: tuple[int, ...], seed: int = 1) -> Array:
