@@ -64,7 +64,8 @@ def test_info_says_which_matrices(mixed: Path, device: str) -> None:
         # 7 in each of 2 layers, and the head; attn_v is in F16.
         assert (info["matrices"], info["int8_matrices"]) == (15, 13)
     with qkv.Engine(mixed, kv_tokens=64, device=device) as engine:
-        assert engine.info["activation_quant"] == "off" and engine.info["int8_matrices"] == 0
+        assert engine.info["activation_quant"] == "checkpoint"
+        assert engine.info["int8_matrices"] == 0
 
 
 def test_a_checkpoint_without_codes_is_refused(tiny: Callable[..., Path]) -> None:

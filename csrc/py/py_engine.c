@@ -103,11 +103,16 @@ static PyObject *build_info(const struct qkv_engine_info *info)
         return NULL;
     }
     const char *compute = info->compute == QKV_COMPUTE_F32 ? "float32" : "bf16";
+    static const char *const quants[] = {
+        [QKV_ACTIVATIONS_BF16] = "off",
+        [QKV_ACTIVATIONS_INT8] = "int8",
+        [QKV_ACTIVATIONS_CHECKPOINT] = "checkpoint",
+    };
     bool int8 = info->activations == QKV_ACTIVATIONS_INT8;
     return Py_BuildValue("{s:s,s:s,s:i,s:s,s:s,s:i,s:i,s:s,s:N,s:L,s:i,s:i,s:i,s:i,s:i}", "device",
                          info->device.name, "isa", info->device.isa, "threads",
                          info->device.n_threads, "compute_dtype", compute, "activation_quant",
-                         int8 ? "int8" : "off", "matrices", info->n_matrices, "int8_matrices",
+                         quants[info->activations], "matrices", info->n_matrices, "int8_matrices",
                          int8 ? info->n_int8 : 0, "query_dtype",
                          info->quantize_q ? "fp8_e4m3" : "bf16", "config", config, "kv_tokens",
                          (long long)info->kv_tokens, "max_model_len", info->max_model_len,

@@ -21,7 +21,8 @@ const char qkv_py_engine_doc[] =
     "a scale ignore theirs; None: 1. The checkpoint's are never taken from here. query_dtype\n"
     "'fp8_e4m3' quantizes the queries in attention. activation_quant 'int8' quantizes rows of\n"
     "activations for the products with weights in integer codes; UnsupportedError if there is\n"
-    "no such weight. threads 0: all that the process may use;\n"
+    "no such weight. 'checkpoint': as each matrix wants its input. threads 0: all that the\n"
+    "process may use;\n"
     "max_model_len 0: the model's. A step holds at most chunk_tokens prompt rows and one row for\n"
     "each of max_running sequences. progress(done, total) in bytes stops the loading (Error) if\n"
     "it returns False; log(level 0..2, line). What they raise, the call raises.\n\n"
@@ -188,12 +189,20 @@ static int convert_compute(const char *name, enum qkv_compute *out)
 
 static int convert_activations(const char *name, enum qkv_activations *out)
 {
-    *out = strcmp(name, "int8") == 0 ? QKV_ACTIVATIONS_INT8 : QKV_ACTIVATIONS_BF16;
-    if (*out == QKV_ACTIVATIONS_BF16 && strcmp(name, "off") != 0) {
-        PyErr_Format(PyExc_ValueError, "activation_quant: '%s', must be 'off' or 'int8'", name);
-        return -1;
+    static const char *const names[] = {
+        [QKV_ACTIVATIONS_BF16] = "off",
+        [QKV_ACTIVATIONS_INT8] = "int8",
+        [QKV_ACTIVATIONS_CHECKPOINT] = "checkpoint",
+    };
+    for (int i = QKV_ACTIVATIONS_BF16; i <= QKV_ACTIVATIONS_CHECKPOINT; i++) {
+        if (strcmp(name, names[i]) == 0) {
+            *out = (enum qkv_activations)i;
+            return 0;
+        }
     }
-    return 0;
+    PyErr_Format(PyExc_ValueError, "activation_quant: '%s', must be 'off', 'int8' or 'checkpoint'",
+                 name);
+    return -1;
 }
 
 static int convert_online(const char *name, struct qkv_target *target,

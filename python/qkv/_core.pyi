@@ -117,7 +117,7 @@ class Engine:
         query_dtype: Literal["bf16", "fp8_e4m3"] = "bf16",
         # int8: rows of activations, for products with weights in integer codes; UnsupportedError if
         # there is no such weight.
-        activation_quant: Literal["off", "int8"] = "off",
+        activation_quant: Literal["off", "int8", "checkpoint"] = "off",
         # Quantized weights, described in JSON (csrc/model/matrices.h), and the float32 arrays that
         # the descriptions name. None: all weights are plain.
         matrices: str | None = None,

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,7 +175,7 @@ class Engine:
             kv_tokens=self._kv_tokens,
             kv_scales=self._scales.values,
             query_dtype="fp8_e4m3" if query_dtype == "fp8_e4m3" else "bf16",
-            activation_quant="int8" if activation_quant == "int8" else "off",
+            activation_quant=cast(Literal["off", "int8", "checkpoint"], activation_quant),
             matrices=None if self._container == "gguf" else matrices,
             arrays=arrays,
             online=self._detected.online,

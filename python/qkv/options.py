@@ -62,8 +62,6 @@ def check_arithmetic(
     query_dtype: str,
     compute_dtype: str,
 ) -> None:
-    """ "checkpoint" and "off" are the same for the weight formats of this version: none of them
-    prescribes quantized activations."""
     for name, value in (
         ("fp8_gemm_backend", fp8_gemm_backend),
         ("fp4_gemm_backend", fp4_gemm_backend),
