@@ -182,8 +182,8 @@ def test_every_other_name_is_refused(
     plain = found_in(fixtures_dir / fixture)
     for name in METHODS:
         requantizes = name in {
-            "fp8": ("nvfp4_online", "modelopt_fp4", "quark_mxfp4"),
-            "modelopt_fp8": ("nvfp4_online", "quark_mxfp4"),
+            "fp8": ("nvfp4_online", "nvfp4", "int4", "modelopt_fp4", "quark_mxfp4"),
+            "modelopt_fp8": ("nvfp4_online", "nvfp4", "int4", "quark_mxfp4"),
             "modelopt_fp4": ("quark_mxfp4",),
         }.get(plain.method, ())
         if name in given or name == "unquant" or requantizes:
@@ -222,7 +222,7 @@ def test_online_methods_ask_for_it(fixtures_dir: Path) -> None:
 
 
 def test_all_names_are_known() -> None:
-    assert len(METHODS) == 31
+    assert len(METHODS) == 31 + 5  # SGLang's, and our own
     text = table()
     assert all(f"\n{name} " in text for name in METHODS)
     assert all(method.does for method in METHODS.values())

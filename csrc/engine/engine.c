@@ -28,6 +28,11 @@ void qkv_engine_info(const struct qkv_engine *engine, struct qkv_engine_info *ou
     qkv_model_int8(engine->model, &int8);
     out->n_matrices = int8.n_matrices;
     out->n_int8 = int8.n_int8;
+    struct qkv_model_counts counts;
+    qkv_model_count(engine->model, &counts);
+    out->n_inputs = counts.n_inputs;
+    out->n_online = counts.n_online;
+    out->n_left = counts.n_left;
     out->quantize_q = engine->quantize_q;
     out->config = qkv_model_get_config(engine->model);
     out->kv_tokens = engine->kv_tokens;

@@ -70,6 +70,9 @@ struct qkv_engine_info {
     enum qkv_activations activations;
     int32_t n_matrices; /* products with weights in the model */
     int32_t n_int8;     /* of them with activations in int8 */
+    int32_t n_inputs;   /* that want their input quantized */
+    int32_t n_online;   /* that were quantized while loading */
+    int32_t n_left;     /* that should have been, and could not */
     bool quantize_q;
     const struct qkv_model_config *config; /* valid until close */
     int64_t kv_tokens;                     /* per lane, whole pages */

@@ -141,6 +141,7 @@ static enum qkv_status load_model(struct qkv_error *err, struct qkv_engine *engi
         .quantize_q = options->quantize_q,
         .matrices = options->matrices,
         .online = options->online,
+        .n_threads = options->n_threads,
         .int8 = options->activations == QKV_ACTIVATIONS_INT8,
         .log = &engine->log,
         .progress = options->progress,

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/mem.h"
+#include "base/threads.h"
 #include "model/names.h"
 #include "model/plan.h"
 #include "model/rope.h"
@@ -17,18 +18,10 @@ struct loader {
     const struct qkv_weights *weights;
     const struct qkv_model_options *options;
     struct qkv_bound bound;
+    struct qkv_threads *threads; /* that quantize, or NULL */
     uint64_t done_bytes;
     uint64_t total_bytes;
 };
-
-/* Row of the file that holds row `i` of q or k: GGUF's llama interleaves the halves of each head.
- */
-static int32_t unpermuted_row(int32_t i, int32_t head_dim)
-{
-    const int32_t in_head = i % head_dim;
-    const int32_t half = head_dim / 2;
-    return i - in_head + 2 * (in_head % half) + in_head / half;
-}
 
 static bool is_permuted(const struct loader *loader, enum qkv_part part)
 {
@@ -50,31 +43,42 @@ static enum qkv_status tensor_done(struct qkv_error *err, struct loader *loader,
     return QKV_OK;
 }
 
-static bool is_quantized_online(const struct loader *loader, enum qkv_part part,
-                                const struct qkv_matrix *matrix)
+static bool is_quantized_online(const struct loader *loader, enum qkv_part part)
 {
     const struct qkv_target *target = loader->options->online;
-    const bool is_float = matrix->format == QKV_FORMAT_BF16 || matrix->format == QKV_FORMAT_F16 ||
-                          matrix->format == QKV_FORMAT_F32;
-    const bool is_fp8 = matrix->format == QKV_FORMAT_COUNT && matrix->codes.bits == 8 &&
-                        matrix->codes.meaning == QKV_MEANING_E4M3;
     const bool is_end = part == QKV_PART_EMBED || part == QKV_PART_HEAD;
-    return target != NULL && (is_float || is_fp8) && (!is_end || target->kind == QKV_TARGET_AFFINE);
+    return target != NULL && (!is_end || target->kind == QKV_TARGET_AFFINE);
 }
 
-/* Into the backend's packing, quantized on the way if that was asked for. */
+/* Into the backend's packing. */
+static enum qkv_status pack_matrix(struct qkv_error *err, const struct loader *loader,
+                                   const struct qkv_matrix *matrix, struct qkv_weight **out)
+{
+    struct qkv_model *model = loader->model;
+    model->counts.n_inputs += matrix->input.quant != QKV_INPUT_NONE;
+    return model->backend->weight_create(err, model->device, matrix, out);
+}
+
+/* The same, quantized on the way if that was asked for. */
 static enum qkv_status create_weight(struct qkv_error *err, const struct loader *loader,
                                      enum qkv_part part, const struct qkv_matrix *matrix,
                                      struct qkv_weight **out)
 {
-    const struct qkv_model *model = loader->model;
-    if (!is_quantized_online(loader, part, matrix)) {
-        return model->backend->weight_create(err, model->device, matrix, out);
+    struct qkv_model_counts *counts = &loader->model->counts;
+    if (!is_quantized_online(loader, part)) {
+        return pack_matrix(err, loader, matrix, out);
     }
     struct qkv_quantized quantized;
-    QKV_TRY(qkv_quantize_matrix(err, matrix, loader->options->online, &quantized));
-    const enum qkv_status status =
-        model->backend->weight_create(err, model->device, &quantized.matrix, out);
+    enum qkv_status status =
+        qkv_quantize_matrix(err, matrix, loader->options->online, loader->threads, &quantized);
+    if (status == QKV_ERR_UNSUPPORTED) {
+        counts->n_left++;
+        qkv_log_write(loader->options->log, QKV_LOG_WARNING, "%s; it stays as it is", err->msg);
+        return pack_matrix(err, loader, matrix, out);
+    }
+    QKV_TRY(status);
+    counts->n_online++;
+    status = pack_matrix(err, loader, &quantized.matrix, out);
     qkv_quantized_free(&quantized);
     return status;
 }
@@ -92,7 +96,7 @@ static enum qkv_status load_matrix(struct qkv_error *err, struct loader *loader,
         QKV_TRY(qkv_calloc(err, (size_t)n_rows, sizeof *row_index, &block));
         row_index = block;
         for (int32_t i = 0; i < n_rows; i++) {
-            row_index[i] = unpermuted_row(i, model->config.head_dim);
+            row_index[i] = qkv_gguf_qk_row(i, model->config.head_dim);
         }
         matrix.row_index = row_index;
     }
@@ -124,7 +128,7 @@ static enum qkv_status vector_values(struct qkv_error *err, const struct loader 
     }
     for (size_t i = 0; i < n; i++) {
         values[i] = is_permuted(loader, part)
-                        ? stored[unpermuted_row((int32_t)i, loader->model->config.head_dim)]
+                        ? stored[qkv_gguf_qk_row((int32_t)i, loader->model->config.head_dim)]
                         : stored[i];
     }
     *out = values;
@@ -320,6 +324,10 @@ static enum qkv_status count_int8(struct qkv_error *err, struct loader *loader)
         }
         struct qkv_form form;
         qkv_matrix_form(&stored->matrix, &form);
+        const enum qkv_part part = (enum qkv_part)(i % QKV_PART_COUNT);
+        if (is_quantized_online(loader, part)) {
+            form.code = qkv_target_code(loader->options->online);
+        }
         model->int8.n_matrices++;
         const struct qkv_support_query query = {
             .weight_format = QKV_FORMAT_COUNT,
@@ -409,9 +417,14 @@ enum qkv_status qkv_model_load(struct qkv_error *err, const struct qkv_weights *
     QKV_TRY(create_model(err, weights, options, &loader.model));
     enum qkv_status status =
         qkv_bind_model(err, weights, &loader.model->config, options->matrices, &loader.bound);
+    if (status == QKV_OK && options->online != NULL) {
+        const int n = options->n_threads;
+        status = qkv_threads_create(err, n > 0 ? n : qkv_threads_available(), &loader.threads);
+    }
     if (status == QKV_OK) {
         status = load_all(err, &loader);
     }
+    qkv_threads_destroy(loader.threads);
     qkv_bound_free(&loader.bound);
     if (status != QKV_OK) {
         qkv_model_destroy(loader.model);
@@ -480,4 +493,9 @@ void qkv_model_memory(const struct qkv_model *model, struct qkv_model_memory *ou
 void qkv_model_int8(const struct qkv_model *model, struct qkv_model_int8 *out)
 {
     *out = model->int8;
+}
+
+void qkv_model_count(const struct qkv_model *model, struct qkv_model_counts *out)
+{
+    *out = model->counts;
 }

@@ -21,10 +21,12 @@ struct qkv_model_options {
     int32_t max_logit_rows;              /* rows per qkv_model_logits, at most */
     bool quantize_q;                     /* struct qkv_attention.quantize_q, in every layer */
     const struct qkv_matrices *matrices; /* of quantized weights (matrices.h), or NULL */
-    /* Plain matrices are quantized to this while they are loaded, one at a time; NULL: not. The
-     * embedding and the head stay as they are, but for MLX's affine targets. */
+    /* Matrices are quantized to this while they are loaded, one at a time; NULL: not. The embedding
+     * and the head stay as they are, but for MLX's affine targets, and so do, with a warning, those
+     * whose rows the target's groups do not divide. */
     const struct qkv_target *online;
-    bool int8; /* the device quantizes activations: some matrix must take that */
+    int32_t n_threads; /* that quantize; 0: as many as the process may use */
+    bool int8;         /* the device quantizes activations: some matrix must take that */
     const struct qkv_log *log;
     /* Called after each tensor; returns false to stop loading (QKV_ERR_STATE "interrupted"). */
     bool (*progress)(void *ctx, uint64_t done_bytes, uint64_t total_bytes);
@@ -36,6 +38,12 @@ struct qkv_model_options {
 struct qkv_model_int8 {
     int32_t n_matrices;
     int32_t n_int8;
+};
+
+struct qkv_model_counts {
+    int32_t n_online; /* quantized while loading */
+    int32_t n_left;   /* of those that should have been: their rows do not divide into groups */
+    int32_t n_inputs; /* want quantized inputs */
 };
 
 struct qkv_model_memory {
@@ -52,6 +60,7 @@ void qkv_model_destroy(struct qkv_model *model); /* NULL is fine */
 const struct qkv_model_config *qkv_model_get_config(const struct qkv_model *model);
 void qkv_model_memory(const struct qkv_model *model, struct qkv_model_memory *out);
 void qkv_model_int8(const struct qkv_model *model, struct qkv_model_int8 *out);
+void qkv_model_count(const struct qkv_model *model, struct qkv_model_counts *out);
 
 /* Runs all layers for the batch; the hidden states of its rows stay in the model until the next
  * forward. 1 <= n_rows <= max_rows.

@@ -47,6 +47,15 @@ enum { QKV_TENSOR_NAME_MAX = 128 };
 void qkv_part_name(char out[QKV_TENSOR_NAME_MAX], enum qkv_part part, int32_t layer,
                    enum qkv_container container, bool post_norms);
 
+/* Row of a GGUF file that holds row `i` of q or k, or of their bias: its llama interleaves the
+ * halves of each head. */
+static inline int32_t qkv_gguf_qk_row(int32_t i, int32_t head_dim)
+{
+    const int32_t in_head = i % head_dim;
+    const int32_t half = head_dim / 2;
+    return i - in_head + 2 * (in_head % half) + in_head / half;
+}
+
 /* What plays a part: a vector is a tensor, a matrix is stored. Neither: not there. */
 struct qkv_bound_part {
     const struct qkv_tensor *vector;

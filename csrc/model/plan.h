@@ -56,6 +56,7 @@ struct qkv_model {
     uint64_t n_layer_rows;   /* qkv_model_layer_rows */
     struct qkv_model_memory memory;
     struct qkv_model_int8 int8;
+    struct qkv_model_counts counts;
 };
 
 #endif

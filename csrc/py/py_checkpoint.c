@@ -8,6 +8,7 @@
 #include "py/module.h"
 #include "py/npy.h"
 #include "py/py_matrices.h"
+#include "py/py_quantize.h"
 #include "quant/codec.h"
 
 /* Opening and dequantize() give up the GIL, so close() must not come in between. */
@@ -446,6 +447,17 @@ static PyObject *checkpoint_matrix(PyObject *object, PyObject *args, PyObject *k
     return result;
 }
 
+static PyObject *checkpoint_quantize(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    struct qkv_weights *weights = enter(object);
+    if (weights == NULL) {
+        return NULL;
+    }
+    PyObject *result = qkv_py_quantize(qkv_py_state_of(object), weights, args, kwargs);
+    leave(object);
+    return result;
+}
+
 static PyMethodDef checkpoint_methods[] = {
     {"tensors", checkpoint_tensors, METH_NOARGS,
      "tensors($self)\n--\n\n(name, format, shape outermost first, bytes) in the order of the "
@@ -475,6 +487,14 @@ static PyMethodDef checkpoint_methods[] = {
      "float32, from its description (csrc/model/matrices.h).\n\n"
      "KeyError: `matrices` does not describe it. CheckpointError: the tensors are not what it\n"
      "says."},
+    {"quantize", (PyCFunction)(void (*)(void))checkpoint_quantize, METH_VARARGS | METH_KEYWORDS,
+     "quantize($self, name, shape, target, matrices=None, arrays=None, *, group=0, head_dim=0,\n"
+     "         threads=0)\n--\n\nA weight [rows, cols], plain or described, quantized by the\n"
+     "rules of csrc/quant/quantize.h: \"codes\", \"scales\", \"mins\" and \"factor\" as bytes\n"
+     "(uint8) or None.\n\n"
+     "group: of int4 and mlx targets, 0: theirs. head_dim: rows are those of a GGUF file's q or\n"
+     "k, and put in the order of other checkpoints. ValueError, CheckpointError, and\n"
+     "UnsupportedError where the target's groups do not divide the rows."},
     {"close", checkpoint_close, METH_NOARGS,
      "close($self)\n--\n\nUnmaps the files; again: nothing."},
     {NULL, NULL, 0, NULL},

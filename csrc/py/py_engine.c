@@ -103,21 +103,23 @@ static PyObject *build_info(const struct qkv_engine_info *info)
         return NULL;
     }
     const char *compute = info->compute == QKV_COMPUTE_F32 ? "float32" : "bf16";
-    static const char *const quants[] = {
+    static const char *const ACTIVATIONS[] = {
         [QKV_ACTIVATIONS_BF16] = "off",
         [QKV_ACTIVATIONS_INT8] = "int8",
         [QKV_ACTIVATIONS_CHECKPOINT] = "checkpoint",
     };
     bool int8 = info->activations == QKV_ACTIVATIONS_INT8;
-    return Py_BuildValue("{s:s,s:s,s:i,s:s,s:s,s:i,s:i,s:s,s:N,s:L,s:i,s:i,s:i,s:i,s:i}", "device",
-                         info->device.name, "isa", info->device.isa, "threads",
-                         info->device.n_threads, "compute_dtype", compute, "activation_quant",
-                         quants[info->activations], "matrices", info->n_matrices, "int8_matrices",
-                         int8 ? info->n_int8 : 0, "query_dtype",
-                         info->quantize_q ? "fp8_e4m3" : "bf16", "config", config, "kv_tokens",
-                         (long long)info->kv_tokens, "max_model_len", info->max_model_len,
-                         "max_running", info->max_running, "chunk_tokens", info->chunk_tokens,
-                         "n_lanes", info->n_lanes, "max_logit_rows", info->max_logit_rows);
+    bool as_stored = info->activations == QKV_ACTIVATIONS_CHECKPOINT;
+    return Py_BuildValue(
+        "{s:s,s:s,s:i,s:s,s:s,s:i,s:i,s:i,s:i,s:i,s:s,s:N,s:L,s:i,s:i,s:i,s:i,s:i}", "device",
+        info->device.name, "isa", info->device.isa, "threads", info->device.n_threads,
+        "compute_dtype", compute, "activation_quant", ACTIVATIONS[info->activations], "matrices",
+        info->n_matrices, "int8_matrices", int8 ? info->n_int8 : 0, "quantized_inputs",
+        as_stored ? info->n_inputs : 0, "online_matrices", info->n_online, "online_left",
+        info->n_left, "query_dtype", info->quantize_q ? "fp8_e4m3" : "bf16", "config", config,
+        "kv_tokens", (long long)info->kv_tokens, "max_model_len", info->max_model_len,
+        "max_running", info->max_running, "chunk_tokens", info->chunk_tokens, "n_lanes",
+        info->n_lanes, "max_logit_rows", info->max_logit_rows);
 }
 
 static PyObject *engine_info(PyObject *object, void *unused)

@@ -1,5 +1,6 @@
 #include "quant/quantize.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,29 +10,104 @@
 
 /* ---- targets ---- */
 
-bool qkv_target_from_name(const char *name, struct qkv_target *out)
+static bool input_from_name(const char *name, struct qkv_input *out)
 {
     static const struct {
         const char *name;
-        struct qkv_target target;
-    } TARGETS[] = {
-        {"fp8", {QKV_TARGET_FP8, 8, 0, 0}},           {"fp8_channel", {QKV_TARGET_FP8, 8, 0, 1}},
-        {"fp8_block", {QKV_TARGET_FP8, 8, 128, 128}}, {"mxfp8", {QKV_TARGET_MXFP8, 8, 32, 1}},
-        {"mxfp4", {QKV_TARGET_MXFP4, 4, 32, 1}},      {"nvfp4", {QKV_TARGET_NVFP4, 4, 16, 1}},
-        {"int8", {QKV_TARGET_INT8, 8, 0, 1}},         {"int4", {QKV_TARGET_INT4, 4, 128, 1}},
-        {"mlx_q4", {QKV_TARGET_AFFINE, 4, 64, 1}},    {"mlx_q8", {QKV_TARGET_AFFINE, 8, 64, 1}},
+        struct qkv_input input;
+    } INPUTS[] = {
+        {"int8", {.quant = QKV_INPUT_INT8}},   {"fp8", {.quant = QKV_INPUT_FP8}},
+        {"mxfp8", {.quant = QKV_INPUT_MXFP8}}, {"fp8_group", {QKV_INPUT_FP8_GROUP, .group = 128}},
+        {"mxfp4", {.quant = QKV_INPUT_MXFP4}}, {"nvfp4", {.quant = QKV_INPUT_NVFP4}},
     };
-    for (size_t i = 0; i < sizeof TARGETS / sizeof TARGETS[0]; i++) {
-        if (strcmp(TARGETS[i].name, name) == 0) {
-            *out = TARGETS[i].target;
+    for (size_t i = 0; i < sizeof INPUTS / sizeof INPUTS[0]; i++) {
+        if (strcmp(INPUTS[i].name, name) == 0) {
+            *out = INPUTS[i].input;
             return true;
         }
     }
     return false;
 }
 
+bool qkv_target_from_name(const char *name, struct qkv_target *out)
+{
+    static const struct {
+        const char *name;
+        struct qkv_target target;
+    } TARGETS[] = {
+        {"fp8", {.kind = QKV_TARGET_FP8, .bits = 8}},
+        {"fp8_channel", {.kind = QKV_TARGET_FP8, .bits = 8, .block_rows = 1}},
+        {"fp8_block", {.kind = QKV_TARGET_FP8, .bits = 8, .group = 128, .block_rows = 128}},
+        {"mxfp8", {.kind = QKV_TARGET_MXFP8, .bits = 8, .group = 32, .block_rows = 1}},
+        {"mxfp4", {.kind = QKV_TARGET_MXFP4, .bits = 4, .group = 32, .block_rows = 1}},
+        {"nvfp4", {.kind = QKV_TARGET_NVFP4, .bits = 4, .group = 16, .block_rows = 1}},
+        {"nf4", {.kind = QKV_TARGET_NF4, .bits = 4, .group = 64, .block_rows = 1}},
+        {"int8", {.kind = QKV_TARGET_INT8, .bits = 8, .block_rows = 1}},
+        {"int4", {.kind = QKV_TARGET_INT4, .bits = 4, .group = 128, .block_rows = 1}},
+        {"mlx_q4", {.kind = QKV_TARGET_AFFINE, .bits = 4, .group = 64, .block_rows = 1}},
+        {"mlx_q8", {.kind = QKV_TARGET_AFFINE, .bits = 8, .group = 64, .block_rows = 1}},
+    };
+    const char *input = strchr(name, ':');
+    const size_t len = input == NULL ? strlen(name) : (size_t)(input - name);
+    for (size_t i = 0; i < sizeof TARGETS / sizeof TARGETS[0]; i++) {
+        if (strlen(TARGETS[i].name) == len && strncmp(TARGETS[i].name, name, len) == 0) {
+            *out = TARGETS[i].target;
+            return input == NULL || input_from_name(input + 1, &out->input);
+        }
+    }
+    return false;
+}
+
+enum qkv_code qkv_target_code(const struct qkv_target *target)
+{
+    switch (target->kind) {
+    case QKV_TARGET_INT8:
+        return QKV_CODE_I8;
+    case QKV_TARGET_INT4:
+        return QKV_CODE_I4;
+    case QKV_TARGET_AFFINE:
+        return target->bits == 8 ? QKV_CODE_U8 : QKV_CODE_U4;
+    case QKV_TARGET_FP8:
+    case QKV_TARGET_MXFP8:
+        return QKV_CODE_E4M3;
+    case QKV_TARGET_MXFP4:
+    case QKV_TARGET_NVFP4:
+        break;
+    case QKV_TARGET_NF4:
+        return QKV_CODE_T4X2;
+    }
+    return QKV_CODE_T4;
+}
+
 static const float E2M1_TABLE[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                      -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+/* bitsandbytes 0.50, functional.py: quantiles of the normal distribution. */
+static const float NF4_TABLE[16] = {-1.0f,
+                                    -0.6961928009986877f,
+                                    -0.5250730514526367f,
+                                    -0.39491748809814453f,
+                                    -0.28444138169288635f,
+                                    -0.18477343022823334f,
+                                    -0.09105003625154495f,
+                                    0.0f,
+                                    0.07958029955625534f,
+                                    0.16093020141124725f,
+                                    0.24611230194568634f,
+                                    0.33791524171829224f,
+                                    0.44070982933044434f,
+                                    0.5626170039176941f,
+                                    0.7229568362236023f,
+                                    1.0f};
+
+static uint8_t nf4_code(float q)
+{
+    uint8_t code = 0;
+    while (code < 15 && q > 0.5f * (NF4_TABLE[code] + NF4_TABLE[code + 1])) {
+        code++;
+    }
+    return code;
+}
 
 static enum qkv_format scale_format(enum qkv_target_kind kind)
 {
@@ -46,6 +122,7 @@ static enum qkv_format scale_format(enum qkv_target_kind kind)
         return QKV_FORMAT_BF16;
     case QKV_TARGET_FP8:
     case QKV_TARGET_INT8:
+    case QKV_TARGET_NF4:
         break;
     }
     return QKV_FORMAT_F32;
@@ -59,6 +136,7 @@ static enum qkv_meaning meaning_of(enum qkv_target_kind kind)
         return QKV_MEANING_E4M3;
     case QKV_TARGET_MXFP4:
     case QKV_TARGET_NVFP4:
+    case QKV_TARGET_NF4:
         return QKV_MEANING_TABLE;
     case QKV_TARGET_INT8:
         return QKV_MEANING_SIGNED;
@@ -76,10 +154,24 @@ struct work {
     const struct qkv_matrix *source;
     const struct qkv_target *target;
     struct qkv_quantized *out;
-    int64_t group;    /* elements, k_in for a whole row */
-    int64_t n_groups; /* along K */
-    int64_t rows;     /* that share a scale */
-    float *values;    /* [rows, k_in] */
+    int64_t group;          /* elements, k_in for a whole row */
+    int64_t n_groups;       /* along K */
+    int64_t n_rows;         /* read and quantized together: those that share scales, else 1 */
+    int64_t row_bytes;      /* of codes */
+    int64_t n_units;        /* of so many rows; they are independent of each other */
+    float inverse;          /* NVFP4: of the global scale */
+    float tensor;           /* FP8 by tensor: the one scale */
+    bool is_survey;         /* the largest magnitude is sought, and nothing written */
+    float *values;          /* [n_threads, n_rows, k_in] */
+    struct result *results; /* [n_threads] */
+};
+
+/* What a thread has found. */
+struct result {
+    float amax;
+    bool failed;
+    int64_t row, k; /* of the first value that is not finite */
+    float value;
 };
 
 /* A scale as it is kept, and the value that codes are chosen by. */
@@ -95,6 +187,7 @@ static float keep_scale(enum qkv_format format, float scale, uint8_t *at)
         return qkv_e4m3_to_f32(*at);
     case QKV_FORMAT_BF16:
         half = qkv_bf16_from_f32(scale);
+        half = (half & 0x7fffu) == 0x7f80u ? (uint16_t)(half - 1) : half; /* the largest, not inf */
         memcpy(at, &half, sizeof half);
         return qkv_bf16_to_f32(half);
     default:
@@ -115,6 +208,8 @@ static float code_max(enum qkv_target_kind kind)
         return 6.0f;
     case QKV_TARGET_INT4:
         return 7.0f;
+    case QKV_TARGET_NF4:
+        return 1.0f;
     case QKV_TARGET_INT8:
     case QKV_TARGET_AFFINE:
         break;
@@ -137,6 +232,8 @@ static uint8_t code_of(enum qkv_target_kind kind, float q)
     case QKV_TARGET_MXFP4:
     case QKV_TARGET_NVFP4:
         return qkv_e2m1_from_f32(q);
+    case QKV_TARGET_NF4:
+        return nf4_code(q);
     case QKV_TARGET_INT4:
         return (uint8_t)(integer_code(q, -7.0f, 7.0f) + 8) & 15;
     case QKV_TARGET_INT8:
@@ -148,7 +245,7 @@ static uint8_t code_of(enum qkv_target_kind kind, float q)
 
 static void put_code(const struct work *w, int64_t row, int64_t k, uint8_t code)
 {
-    uint8_t *p = w->out->codes + row * w->out->matrix.codes.row_bytes;
+    uint8_t *p = w->out->codes + row * w->row_bytes;
     if (w->target->bits == 8) {
         p[k] = code;
     } else {
@@ -156,37 +253,54 @@ static void put_code(const struct work *w, int64_t row, int64_t k, uint8_t code)
     }
 }
 
-/* Rows [row, row + n_rows) x columns of group `g`, values at `values`. */
-static void symmetric_group(const struct work *w, int64_t row, int64_t n_rows, int64_t g,
-                            float factor)
+static float group_amax(const float *x, int64_t n_rows, int64_t n, int64_t stride)
 {
-    const enum qkv_target_kind kind = w->target->kind;
-    const int64_t k_in = w->source->k_in;
-    const int64_t end = (g + 1) * w->group < k_in ? (g + 1) * w->group : k_in;
     float amax = 0.0f;
     for (int64_t r = 0; r < n_rows; r++) {
-        for (int64_t k = g * w->group; k < end; k++) {
-            float a = fabsf(w->values[r * k_in + k]);
+        for (int64_t k = 0; k < n; k++) {
+            float a = fabsf(x[r * stride + k]);
             amax = a > amax ? a : amax;
         }
     }
+    return amax;
+}
+
+/* The scale of group `g` of a unit, put where it is kept. */
+static float symmetric_scale(const struct work *w, int64_t unit, int64_t g, float amax)
+{
+    const enum qkv_target_kind kind = w->target->kind;
     const enum qkv_format format = scale_format(kind);
-    const size_t at = (size_t)(row / w->rows * w->n_groups + g);
     const size_t each = (size_t)qkv_format_traits(format)->block_bytes;
-    float scale =
-        keep_scale(format, amax / code_max(kind) / factor, w->out->scales + at * each) * factor;
+    uint8_t *at = w->out->scales + (size_t)(unit * w->n_groups + g) * each;
+    if (kind == QKV_TARGET_NVFP4) {
+        return keep_scale(format, amax / code_max(kind) * w->inverse, at) / w->inverse;
+    }
+    return keep_scale(format, amax / code_max(kind), at);
+}
+
+/* Columns of group `g` of a unit's `n_rows` rows, values at `values`. */
+static void symmetric_group(const struct work *w, const float *values, int64_t unit, int64_t n_rows,
+                            int64_t g)
+{
+    const int64_t k_in = w->source->k_in;
+    const int64_t first = g * w->group;
+    const int64_t n = first + w->group < k_in ? w->group : k_in - first;
+    float scale = w->tensor;
+    if (w->target->block_rows != 0) {
+        scale = symmetric_scale(w, unit, g, group_amax(values + first, n_rows, n, k_in));
+    }
     for (int64_t r = 0; r < n_rows; r++) {
-        for (int64_t k = g * w->group; k < end; k++) {
-            float x = w->values[r * k_in + k];
-            put_code(w, row + r, k, code_of(kind, scale == 0.0f ? 0.0f : x / scale));
+        for (int64_t k = first; k < first + n; k++) {
+            float q = scale == 0.0f ? 0.0f : values[r * k_in + k] / scale;
+            put_code(w, unit * w->n_rows + r, k, code_of(w->target->kind, q));
         }
     }
 }
 
 /* The end of the range that is larger in magnitude is a whole number of steps from zero. */
-static void affine_group(const struct work *w, int64_t row, int64_t g)
+static void affine_group(const struct work *w, const float *values, int64_t row, int64_t g)
 {
-    const float *x = w->values + g * w->group;
+    const float *x = values + g * w->group;
     const float most = w->target->bits == 8 ? 255.0f : 15.0f;
     float low = x[0];
     float high = x[0];
@@ -196,7 +310,8 @@ static void affine_group(const struct work *w, int64_t row, int64_t g)
     }
     bool from_low = fabsf(low) > fabsf(high);
     float edge = from_low ? low : high;
-    float scale = (high - low) / most > 1e-7f ? (high - low) / most : 1e-7f;
+    float scale = high / most - low / most; /* their difference may be too large for a float */
+    scale = scale > 1e-7f ? scale : 1e-7f;
     scale = from_low ? scale : -scale;
     float steps = nearbyintf(edge / scale);
     if (steps != 0.0f) {
@@ -213,53 +328,87 @@ static void affine_group(const struct work *w, int64_t row, int64_t g)
 
 /* ---- the matrix ---- */
 
-static enum qkv_status read_rows(struct qkv_error *err, const struct work *w, int64_t row,
-                                 int64_t n_rows)
+/* False, and where, at a value that is not finite. */
+static bool read_unit(const struct work *w, int64_t unit, int64_t n_rows, float *values,
+                      struct result *result)
 {
     const int64_t k_in = w->source->k_in;
     for (int64_t r = 0; r < n_rows; r++) {
-        float *out = w->values + r * k_in;
+        const int64_t row = unit * w->n_rows + r;
+        float *out = values + r * k_in;
         for (int64_t k = 0; k < k_in; k += QKV_PIECE) {
             int64_t n = k_in - k < QKV_PIECE ? k_in - k : QKV_PIECE;
-            qkv_matrix_values(w->source, row + r, k, n, out + k);
+            qkv_matrix_values(w->source, row, k, n, out + k);
         }
         for (int64_t k = 0; k < k_in; k++) {
             if (!isfinite(out[k])) {
-                return qkv_fail(err, QKV_ERR_CHECKPOINT,
-                                "%s: element [%lld, %lld] is %g: it cannot be quantized",
-                                w->source->name, (long long)(row + r), (long long)k,
-                                (double)out[k]);
+                *result = (struct result){.failed = true, .row = row, .k = k, .value = out[k]};
+                return false;
             }
         }
     }
-    return QKV_OK;
+    return true;
 }
 
-/* NVFP4's global scale is of the whole matrix, fp8's of a tensor, too: a pass before the codes. */
-static enum qkv_status matrix_amax(struct qkv_error *err, const struct work *w, float *out)
+static void run_units(void *ctx, size_t begin, size_t end, int thread)
 {
-    float amax = 0.0f;
-    for (int64_t row = 0; row < w->source->n_out; row++) {
-        QKV_TRY(read_rows(err, w, row, 1));
-        for (int64_t k = 0; k < w->source->k_in; k++) {
-            float a = fabsf(w->values[k]);
-            amax = a > amax ? a : amax;
+    const struct work *w = ctx;
+    struct result *result = &w->results[thread];
+    float *values = w->values + thread * w->n_rows * w->source->k_in;
+    for (int64_t unit = (int64_t)begin; unit < (int64_t)end; unit++) {
+        const int64_t rest = w->source->n_out - unit * w->n_rows;
+        const int64_t n_rows = rest < w->n_rows ? rest : w->n_rows;
+        if (!read_unit(w, unit, n_rows, values, result)) {
+            return;
+        }
+        if (w->is_survey) {
+            float amax = group_amax(values, n_rows, w->source->k_in, w->source->k_in);
+            result->amax = amax > result->amax ? amax : result->amax;
+            continue;
+        }
+        for (int64_t g = 0; g < w->n_groups; g++) {
+            if (w->target->kind == QKV_TARGET_AFFINE) {
+                affine_group(w, values, unit, g);
+            } else {
+                symmetric_group(w, values, unit, n_rows, g);
+            }
         }
     }
-    *out = amax;
+}
+
+/* All rows once, and the largest magnitude where that is sought. Threads have their parts in rising
+ * order, so the first one that failed has the first bad value. */
+static enum qkv_status run_pass(struct qkv_error *err, struct work *w, struct qkv_threads *threads,
+                                float *amax)
+{
+    const int n_threads = threads == NULL ? 1 : qkv_threads_count(threads);
+    memset(w->results, 0, (size_t)n_threads * sizeof *w->results);
+    if (threads == NULL) {
+        run_units(w, 0, (size_t)w->n_units, 0);
+    } else {
+        QKV_TRY(qkv_threads_run(err, threads, (size_t)w->n_units, run_units, w));
+    }
+    *amax = 0.0f;
+    for (int i = 0; i < n_threads; i++) {
+        const struct result *r = &w->results[i];
+        if (r->failed) {
+            return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                            "%s: element [%lld, %lld] is %g: it cannot be quantized",
+                            w->source->name, (long long)r->row, (long long)r->k, (double)r->value);
+        }
+        *amax = r->amax > *amax ? r->amax : *amax;
+    }
     return QKV_OK;
 }
 
-static enum qkv_status allocate(struct qkv_error *err, struct work *w)
+static enum qkv_status allocate(struct qkv_error *err, struct work *w, int n_threads)
 {
     struct qkv_quantized *q = w->out;
     const struct qkv_target *t = w->target;
-    const int64_t n_out = w->source->n_out;
-    const int64_t row_bytes = w->source->k_in * t->bits / 8;
     const size_t each = (size_t)qkv_format_traits(scale_format(t->kind))->block_bytes;
     void *block;
-    q->n_codes = (size_t)(n_out * row_bytes);
-    q->n_scales = (size_t)((n_out + w->rows - 1) / w->rows * w->n_groups) * each;
+    q->n_codes = (size_t)(w->source->n_out * w->row_bytes);
+    q->n_scales = t->block_rows == 0 ? each : (size_t)(w->n_units * w->n_groups) * each;
     QKV_TRY(qkv_calloc(err, q->n_codes, 1, &block));
     q->codes = block;
     QKV_TRY(qkv_calloc(err, q->n_scales, 1, &block));
@@ -273,9 +422,11 @@ static enum qkv_status allocate(struct qkv_error *err, struct work *w)
         QKV_TRY(qkv_calloc(err, 1, sizeof(float), &block));
         q->factor = block;
     }
-    const int64_t n_values = t->block_rows > 1 ? t->block_rows : 1;
-    QKV_TRY(qkv_calloc(err, (size_t)(n_values * w->source->k_in), sizeof(float), &block));
+    const size_t n = (size_t)n_threads;
+    QKV_TRY(qkv_calloc(err, n * (size_t)(w->n_rows * w->source->k_in), sizeof(float), &block));
     w->values = block;
+    QKV_TRY(qkv_calloc(err, n, sizeof *w->results, &block));
+    w->results = block;
     return QKV_OK;
 }
 
@@ -294,19 +445,18 @@ static void describe(const struct work *w)
                   .order = QKV_ORDER_ROWS,
                   .meaning = meaning_of(t->kind),
                   .bits = t->bits,
-                  .row_bytes = w->source->k_in * t->bits / 8},
+                  .row_bytes = w->row_bytes},
         .group = w->n_groups == 1 && t->group == 0 ? 0 : w->group,
         .scale = {.data = q->scales,
                   .n_bytes = q->n_scales,
                   .format = scale_format(t->kind),
                   .row_stride = w->n_groups,
                   .group_stride = 1,
-                  .rows_per = (int32_t)w->rows},
-        .row_index = w->source->row_index,
+                  .rows_per = (int32_t)(t->block_rows == 0 ? w->source->n_out : w->n_rows)},
         .k_scale = w->source->k_scale,
-        .input = w->source->input,
+        .input = t->input,
     };
-    memcpy(m->table, E2M1_TABLE, sizeof m->table);
+    memcpy(m->table, t->kind == QKV_TARGET_NF4 ? NF4_TABLE : E2M1_TABLE, sizeof m->table);
     if (q->mins != NULL) {
         m->min = m->scale;
         m->min.data = q->mins;
@@ -317,49 +467,33 @@ static void describe(const struct work *w)
                                         .format = QKV_FORMAT_F32,
                                         .row_stride = 1,
                                         .rows_per = (int32_t)w->source->n_out};
+        m->factor_inverted = true;
     }
 }
 
-/* One scale for the whole matrix: its amax is known before a code is chosen. */
-static enum qkv_status quantize_by_tensor(struct qkv_error *err, const struct work *w)
+/* NVFP4's global scale and the one scale of fp8 by tensor need the whole matrix before a code is
+ * chosen: a pass of its own. */
+static enum qkv_status quantize(struct qkv_error *err, struct work *w, struct qkv_threads *threads)
 {
     float amax;
-    QKV_TRY(matrix_amax(err, w, &amax));
-    const float scale = keep_scale(QKV_FORMAT_F32, amax / 448.0f, w->out->scales);
-    for (int64_t row = 0; row < w->source->n_out; row++) {
-        QKV_TRY(read_rows(err, w, row, 1));
-        for (int64_t k = 0; k < w->source->k_in; k++) {
-            float q = scale == 0.0f ? 0.0f : w->values[k] / scale;
-            put_code(w, row, k, qkv_e4m3_from_f32(q));
+    w->is_survey = w->target->kind == QKV_TARGET_NVFP4 || w->target->block_rows == 0;
+    if (w->is_survey) {
+        QKV_TRY(run_pass(err, w, threads, &amax));
+        w->is_survey = false;
+        if (w->target->kind == QKV_TARGET_NVFP4) {
+            w->inverse = amax == 0.0f ? 1.0f : 6.0f * 448.0f / amax;
+            w->inverse = w->inverse < FLT_MAX ? w->inverse : FLT_MAX;
+            *w->out->factor = w->inverse;
+        } else {
+            w->tensor = keep_scale(QKV_FORMAT_F32, amax / 448.0f, w->out->scales);
         }
     }
-    return QKV_OK;
-}
-
-static enum qkv_status quantize_groups(struct qkv_error *err, const struct work *w)
-{
-    float factor = 1.0f;
-    if (w->target->kind == QKV_TARGET_NVFP4) {
-        QKV_TRY(matrix_amax(err, w, &factor));
-        factor = factor == 0.0f ? 1.0f : factor / (6.0f * 448.0f);
-        *w->out->factor = factor;
-    }
-    for (int64_t row = 0; row < w->source->n_out; row += w->rows) {
-        int64_t n = w->source->n_out - row < w->rows ? w->source->n_out - row : w->rows;
-        QKV_TRY(read_rows(err, w, row, n));
-        for (int64_t g = 0; g < w->n_groups; g++) {
-            if (w->target->kind == QKV_TARGET_AFFINE) {
-                affine_group(w, row, g);
-            } else {
-                symmetric_group(w, row, n, g, factor);
-            }
-        }
-    }
-    return QKV_OK;
+    return run_pass(err, w, threads, &amax);
 }
 
 enum qkv_status qkv_quantize_matrix(struct qkv_error *err, const struct qkv_matrix *source,
-                                    const struct qkv_target *target, struct qkv_quantized *out)
+                                    const struct qkv_target *target, struct qkv_threads *threads,
+                                    struct qkv_quantized *out)
 {
     const bool ragged = target->kind == QKV_TARGET_FP8; /* blocks may be cut short */
     const int64_t k_in = source->k_in;
@@ -370,22 +504,21 @@ enum qkv_status qkv_quantize_matrix(struct qkv_error *err, const struct qkv_matr
     }
     *out = (struct qkv_quantized){0};
     struct work w = {.source = source, .target = target, .out = out};
-    struct qkv_matrix stored_order = *source; /* row_index is handed on */
-    stored_order.row_index = NULL;
-    w.source = &stored_order;
     w.group = target->group == 0 ? k_in : target->group;
     w.n_groups = (k_in + w.group - 1) / w.group;
-    w.rows = target->block_rows == 0 ? source->n_out : target->block_rows;
-    enum qkv_status status = allocate(err, &w);
+    w.row_bytes = k_in * target->bits / 8;
+    w.n_rows = target->block_rows == 0 ? 1 : target->block_rows;
+    w.n_units = (source->n_out + w.n_rows - 1) / w.n_rows;
+    enum qkv_status status = allocate(err, &w, threads == NULL ? 1 : qkv_threads_count(threads));
     if (status == QKV_OK) {
-        status = target->block_rows == 0 ? quantize_by_tensor(err, &w) : quantize_groups(err, &w);
+        status = quantize(err, &w, threads);
     }
     free(w.values);
+    free(w.results);
     if (status != QKV_OK) {
         qkv_quantized_free(out);
         return status;
     }
-    w.source = source;
     describe(&w);
     return QKV_OK;
 }

@@ -52,6 +52,22 @@ class Checkpoint:
         """A tensor as float32 by the scalar codec, in its shape."""
     def bytes(self, name: str, /) -> NDArray[np.uint8]:
         """A tensor as it lies in the file, [n_bytes], a copy."""
+    def quantize(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        target: str,  # a name of csrc/quant/quantize.h
+        matrices: str | None = None,  # descriptions, as Engine's; others are plain tensors
+        arrays: dict[str, NDArray[np.float32]] | None = None,
+        *,
+        group: int = 0,  # of int4 and mlx targets; 0: theirs
+        head_dim: int = 0,  # rows are a GGUF file's q or k, and put in others' order
+        threads: int = 0,
+    ) -> dict[str, NDArray[np.uint8] | None]:
+        """A weight quantized by the rules of csrc/quant/quantize.h: the bytes of "codes", row by
+        row, "scales", "mins" and "factor"; None for those that the target does not have.
+        ValueError, CheckpointError (values that are not finite too), and UnsupportedError where
+        the target's groups do not divide the rows."""
     def close(self) -> None: ...
 
 class Step(NamedTuple):
@@ -115,6 +131,7 @@ class Engine:
         # the checkpoint's by itself.
         kv_scales: NDArray[np.float32] | None = None,
         query_dtype: Literal["bf16", "fp8_e4m3"] = "bf16",
+        # checkpoint: the input of each matrix is quantized as it wants it.
         # int8: rows of activations, for products with weights in integer codes; UnsupportedError if
         # there is no such weight.
         activation_quant: Literal["off", "int8", "checkpoint"] = "off",
@@ -122,7 +139,9 @@ class Engine:
         # the descriptions name. None: all weights are plain.
         matrices: str | None = None,
         arrays: dict[str, NDArray[np.float32]] | None = None,
-        online: str | None = None,  # what plain weights are quantized to while loading
+        # What weights are quantized to while loading: a name of csrc/quant/quantize.h, and after a
+        # colon how they then want their input.
+        online: str | None = None,
         threads: int = 0,  # 0: all that the process may use
         compute_dtype: Literal["bf16", "float32"] = "bf16",
         # "auto" or "cpu". For tests: "guard"; "fault:layer=3,kind=v_zero" and
@@ -141,8 +160,10 @@ class Engine:
     @property
     def info(self) -> dict[str, Any]:
         """device, isa, threads, compute_dtype, activation_quant, matrices and of them int8_matrices
-        (multiplied in int8), query_dtype, config (as Checkpoint.model_config), kv_tokens,
-        max_model_len, max_running, chunk_tokens, n_lanes, max_logit_rows."""
+        (multiplied in int8) and quantized_inputs (as they want it), online_matrices (quantized
+        while loading) and online_left (their rows do not divide into groups), query_dtype, config
+        (as Checkpoint.model_config), kv_tokens, max_model_len, max_running, chunk_tokens, n_lanes,
+        max_logit_rows."""
     def memory(self) -> dict[str, Any]:
         """Bytes: weights, activations, kv (all lanes, reserved), kv_lanes (a list, by lane),
         kv_resident (of kv: pages that were used so far), hidden (rows that wait for a comparison),

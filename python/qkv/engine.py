@@ -20,6 +20,7 @@ from .outputs import RequestOutput, Score
 from .params import SamplingParams, flag, integer
 from .progress import Progress
 from .quantization import detect
+from .quantization.methods import METHODS
 from .quantization.wire import to_core
 from .run import Hook, Item, ParamsArgument, Run
 from .tokenizer import Tokenizer, from_user
@@ -41,6 +42,10 @@ class Engine:
     """A model on a device with its KV cache.
 
     model: a folder with safetensors, a .gguf file, a hub name ("owner/model"), or "demo".
+    quantization: None loads what the checkpoint holds. A name that makes something (qkv info lists
+        them) quantizes a 16-bit checkpoint while it is loaded, one matrix at a time; any other must
+        be what the checkpoint is. info has how many matrices were quantized, and how many stay
+        because their rows do not divide into groups.
     kv_cache_dtype: "auto", a name (qkv info lists them), a mapping with "default", "k", "v" and
         "layers", or a list of these: lanes over the same weights. A mapping may also have "scales"
         (a side file for this lane, or 1.0 whatever the checkpoint carries) and "name".
@@ -118,6 +123,8 @@ class Engine:
             self._container = checkpoint.container
             self._folder = checkpoint.folder
             self._detected = detect(checkpoint, quantization)
+            for note in self._detected.notes:
+                _log.warning("%s", note)
             config = checkpoint.model_config()
             weights_bytes = options.packed_bytes(checkpoint.tensors(), compute_dtype=compute_dtype)
             carried = checkpoint.kv_scales()
@@ -178,7 +185,7 @@ class Engine:
             activation_quant=cast(Literal["off", "int8", "checkpoint"], activation_quant),
             matrices=None if self._container == "gguf" else matrices,
             arrays=arrays,
-            online=self._detected.online,
+            online=METHODS[self._detected.online].target if self._detected.online else None,
             threads=threads or 0,
             compute_dtype="float32" if compute_dtype == "float32" else "bf16",
             device=device,
@@ -225,6 +232,7 @@ class Engine:
             "model": self._path,
             "container": self._container,
             "quantization": self._detected.method,
+            "online_quantization": self._detected.online,
             **self._core.info,
             "kv_cache_dtype": [lane.name for lane in self._lanes],
             # What "auto" took and why; None if it was not asked for.

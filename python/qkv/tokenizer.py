@@ -252,6 +252,10 @@ class Tokenizer:
         self._table = table
         return table
 
+    def to_json(self) -> str:
+        """What tokenizer.json holds."""
+        return self._backend.to_str()
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self.templates)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import compare, facts, generate, kv
+from . import compare, convert, facts, generate, kv
 from .arguments import FORMATTER, Problem
 
 
@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add(verbs)
     kv.add_calibrate(verbs)
     kv.add_plan(verbs)
+    convert.add(verbs)
     facts.add(verbs)
     return parser
 

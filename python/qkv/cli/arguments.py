@@ -32,7 +32,9 @@ def engine_options(
     add("--kv-cache-dtype", default=kv_cache_dtypes, metavar="DTYPE",
         help="format of the KV cache (qkv info lists them); with commas: several lanes; or the "
         f"JSON of a mapping or a list (default: {kv_cache_dtypes})")  # fmt: skip
-    add("--quantization", metavar="NAME", help="weight format (default: found in the checkpoint)")
+    add("--quantization", metavar="NAME",
+        help="what a 16-bit checkpoint is quantized to while it is loaded, or what the checkpoint "
+        "must be (default: as it is; qkv info lists the names)")  # fmt: skip
     add("--quantization-param-path", metavar="FILE", help="JSON file with KV scales")
     add("--fp8-gemm-backend", default="auto", metavar="NAME", help=argparse.SUPPRESS)
     add("--fp4-gemm-backend", default="auto", metavar="NAME", help=argparse.SUPPRESS)

@@ -350,6 +350,8 @@ _CT_CODES: Mapping[str, tuple[str, ...]] = {
 #: Methods that are made of checkpoints which are quantized already.
 _REQUANTIZED: Mapping[str, tuple[str, ...]] = {
     "nvfp4_online": ("fp8", "modelopt_fp8"),
+    "nvfp4": ("fp8", "modelopt_fp8"),
+    "int4": ("fp8", "modelopt_fp8"),
     "modelopt_fp4": ("fp8",),
     "quark_mxfp4": ("fp8", "modelopt_fp8", "modelopt_fp4"),
 }

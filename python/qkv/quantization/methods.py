@@ -1,5 +1,5 @@
-"""The names that `quantization=` takes, those of SGLang 0.5.22, and what each does here; and the
-names that checkpoints carry."""
+"""The names that `quantization=` takes, those of SGLang 0.5.22 and some for targets without a name
+there, and what each does here; and the names that checkpoints carry."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +18,12 @@ class Method:
     def makes(self) -> bool:
         """Whether it quantizes a 16-bit checkpoint while loading."""
         return "online" in self.kind
+
+    @property
+    def target(self) -> str:
+        """What it quantizes to, a name of csrc/quant/quantize.h, and after a colon how products
+        then quantize their input; "" if it makes nothing."""
+        return _TARGETS.get(self.name, self.name) if self.makes else ""
 
 
 _NATIVE, _BOTH, _ALIAS, _ONLINE = "native", "native, online", "alias", "online"
@@ -79,8 +85,34 @@ _LIST = (
     ),
 )
 
-#: By name, in the order of SGLang's list.
-METHODS: Mapping[str, Method] = {method.name: method for method in _LIST}
+_OWN = (
+    Method(name="fp8_channel", kind=_ONLINE, does="makes FP8 by row, as w8a8_fp8"),
+    Method(name="fp8_block", kind=_ONLINE, does="makes FP8 by blocks of 128 x 128"),
+    Method(name="nvfp4", kind=_ONLINE, does="makes NVFP4, as nvfp4_online"),
+    Method(name="int8", kind=_ONLINE, does="makes int8 by row; inputs stay in 16 bits"),
+    Method(name="int4", kind=_ONLINE, does="makes int4 in groups of 128; inputs in 16 bits"),
+)
+
+# Where the name alone does not say it: mxfp4, int8, int4 and MLX leave inputs in 16 bits.
+_TARGETS = {
+    "fp8": "fp8:fp8",
+    "fp8_channel": "fp8_channel:fp8",
+    "fp8_block": "fp8_block:fp8_group",
+    "mxfp8": "mxfp8:mxfp8",
+    "modelopt_fp8": "fp8:fp8",
+    "modelopt_fp4": "nvfp4:nvfp4",
+    "nvfp4": "nvfp4:nvfp4",
+    "nvfp4_online": "nvfp4:nvfp4",
+    "w8a8_int8": "int8:int8",
+    "w8a8_fp8": "fp8_channel:fp8",
+    "mxfp_w4a8": "mxfp4:mxfp8",
+    "quark_int4fp8_moe": "int4:fp8",
+    "quark_mxfp4": "mxfp4:mxfp4",
+    "bitsandbytes": "nf4",
+}
+
+#: By name, in the order of SGLang's list; then our own.
+METHODS: Mapping[str, Method] = {method.name: method for method in (*_LIST, *_OWN)}
 
 #: `quant_method` in a checkpoint -> the method; what is not here has its own name.
 ON_DISK: Mapping[str, str] = {

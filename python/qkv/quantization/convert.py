@@ -1,0 +1,329 @@
+"""From any checkpoint that the engine loads to one with quantized weights that others load, too."""
+
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import _core, models
+from . import from_gguf
+from .detection import Detected, detect
+from .layouts import LAYOUTS, Bytes, Layout, Stored
+from .methods import METHODS
+from .section import read_json
+from .shards import SHARD_BYTES, Piece, new_folder, write_file, write_json, write_shards
+from .tensors import FLOATS
+from .wire import to_core
+
+#: Files of a model's folder that say nothing of weights.
+_SIDE_FILES = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
+    "chat_template.jinja", "chat_template.json", "LICENSE", "LICENSE.txt",
+)  # fmt: skip
+_SECTIONS = ("quantization_config", "compression_config", "quantization")
+_KV_SCALE = re.compile(
+    r".*\.(?:[kvq]|kv|prob|output)_(?:scale|zero_point|bias)(?:_inv)?$|.*[kv]_proj\.output_scale$"
+)
+_MAX_SIDE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What was written."""
+
+    folder: str
+    quantization: str
+    files: list[str]
+    n_bytes: int
+    n_quantized: int
+    left: list[str] = field(default_factory=list)  # linear modules that stay as they are
+    notes: list[str] = field(default_factory=list)
+
+
+def names() -> list[str]:
+    """What `quantization` may be."""
+    return [
+        name
+        for name, method in METHODS.items()
+        if method.target in LAYOUTS and not name.startswith("modelopt")  # a layout of its own
+    ]
+
+
+def convert(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    quantization: str,
+    *,
+    group_size: int | None = None,
+    ignore: Sequence[str] = (),
+    threads: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+) -> Converted:
+    """Writes the folder `out`: a compressed-tensors checkpoint, or for mlx_q4 and mlx_q8 an MLX
+    one. It appears whole or not at all.
+
+    group_size: for int4 and MLX. ignore: modules that stay as they are, by name, glob or "re:" and
+    an expression. lm_head and the embedding stay, but for MLX; so do modules whose rows do not
+    divide into groups. ValueError, OSError, CheckpointError, UnsupportedError."""
+    layout = _layout(quantization, group_size)
+    checkpoint = _core.Checkpoint(models.resolve(model))
+    try:
+        source = _Source(checkpoint, layout, quantization, ignore, threads)
+        pieces = list(source.pieces())
+        n_bytes = sum(piece.n_bytes for piece in pieces)
+        config, side_files = source.config_json(), source.side_files()
+        with new_folder(Path(out), n_bytes) as folder:
+            files = write_shards(folder, pieces, mlx=layout.is_mlx, shard_bytes=shard_bytes)
+            write_json(folder / "config.json", config)
+            for name, content in side_files.items():
+                write_file(folder / name, content)
+        return Converted(
+            folder=os.fspath(out),
+            quantization=quantization,
+            files=files,
+            n_bytes=n_bytes,
+            n_quantized=source.n_quantized,
+            left=source.left,
+            notes=source.notes,
+        )
+    finally:
+        checkpoint.close()
+
+
+def _layout(quantization: str, group_size: int | None) -> Layout:
+    if quantization not in names():
+        raise ValueError(f"quantization={quantization!r}: must be one of {', '.join(names())}")
+    layout = LAYOUTS[METHODS[quantization].target]
+    if group_size is None:
+        return layout
+    sizes = (32, 64, 128) if layout.is_mlx else (16, 32, 64, 128, 256)
+    if not layout.takes_group:
+        raise ValueError(f"group_size={group_size}: {quantization} has groups of its own")
+    if group_size not in sizes:
+        raise ValueError(f"group_size={group_size}: must be one of {', '.join(map(str, sizes))}")
+    return layout.with_group(group_size)
+
+
+def _matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
+    try:
+        regexes = [
+            re.compile(p[3:] if p.startswith("re:") else fnmatch.translate(p)) for p in patterns
+        ]
+    except re.error as error:
+        raise ValueError(f"ignore: {error}") from error
+    return lambda module: any(
+        regex.match(module) or regex.match(module.rpartition(".")[2]) for regex in regexes
+    )
+
+
+class _Source:
+    """A checkpoint, as the tensors to write."""
+
+    def __init__(
+        self,
+        checkpoint: _core.Checkpoint,
+        layout: Layout,
+        quantization: str,
+        ignore: Sequence[str],
+        threads: int,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._layout = layout
+        self._target = METHODS[quantization].target.partition(":")[0]
+        self._is_ignored = _matcher(ignore)
+        self._threads = threads
+        self._gguf = checkpoint.container == "gguf"
+        self._detected: Detected = detect(checkpoint)
+        self._config = checkpoint.model_config()
+        self._matrices, self._arrays = to_core(self._detected.matrices)
+        self.n_quantized = 0
+        self.left: list[str] = []
+        self.notes = [*layout.notes]
+        if self._detected.matrices or (self._gguf and self._is_quantized_gguf()):
+            what = "GGUF blocks" if self._gguf else self._detected.method
+            self.notes.append(
+                f"the weights are in {what} and are rounded a second time: accuracy must be "
+                "validated again"
+            )
+        self._ignored = {"lm_head"} if not layout.is_mlx else set()
+
+    def _is_quantized_gguf(self) -> bool:
+        return any(
+            dtype not in FLOATS and len(shape) == 2
+            for _, dtype, shape, _ in self._checkpoint.tensors()
+        )
+
+    # The tensors.
+
+    def pieces(self) -> Iterator[Piece]:
+        used = set(_named(self._detected.matrices))
+        dropped: list[str] = []
+        for weight, description in self._detected.matrices.items():
+            if "k_scale" in description:
+                raise _core.UnsupportedError(
+                    f"{weight}: its input is scaled first, which the written formats cannot say"
+                )
+            yield self._matrix(weight, weight, "", self._shape(weight))
+        for name, dtype, shape, _ in self._checkpoint.tensors():
+            if name in used or (self._gguf and name == from_gguf.ROPE_FACTORS):
+                continue
+            if _KV_SCALE.fullmatch(name):
+                dropped.append(name)
+                continue
+            yield self._tensor(name, dtype, shape)
+        if dropped:
+            self.notes.append(f"{len(dropped)} scales of the KV cache are left out")
+
+    def _tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Piece:
+        hub = from_gguf.hub_name(name, self._config) if self._gguf else name
+        if len(shape) == 2 and hub.endswith(".weight"):
+            return self._matrix(hub, name, dtype, (shape[0], shape[1]))
+        return self._plain(hub, name, dtype, shape)
+
+    def _matrix(self, hub: str, name: str, dtype: str, shape: tuple[int, int]) -> Piece:
+        module = hub.removesuffix(".weight")
+        if not self._wants(module):
+            if not module.endswith("embed_tokens"):  # no Linear, which is what the config targets
+                self._ignored.add(module)
+        elif not self._layout.fits(shape[1]):
+            self._ignored.add(module)
+            self.left.append(module)
+        else:
+            self.n_quantized += 1
+            return self._quantized(module, name, shape)
+        if name in self._detected.matrices:
+            return _values(
+                hub,
+                shape,
+                lambda: self._checkpoint.matrix(name, shape, self._matrices, self._arrays),
+            )
+        return self._plain(hub, name, dtype, shape)
+
+    def _wants(self, module: str) -> bool:
+        last = module.rpartition(".")[2]
+        if self._is_ignored(module):
+            return False
+        if last in ("embed_tokens", "lm_head"):
+            return self._layout.is_mlx
+        return ".layers." in f".{module}." and last not in ("gate", "router")
+
+    def _quantized(self, module: str, name: str, shape: tuple[int, int]) -> Piece:
+        layout = self._layout
+
+        def make() -> Sequence[Bytes]:
+            found = self._checkpoint.quantize(
+                name,
+                shape,
+                self._target,
+                self._matrices,
+                self._arrays,
+                group=layout.group if layout.takes_group else 0,
+                head_dim=self._head_dim(module),
+                threads=self._threads,
+            )
+            return layout.arrays(found, *shape)
+
+        return Piece(layout.tensors(module, *shape), make)
+
+    def _plain(self, hub: str, name: str, dtype: str, shape: tuple[int, ...]) -> Piece:
+        """As it is; what GGUF alone can store, and its order of rows, is not kept."""
+        head_dim = self._head_dim(hub.rpartition(".")[0])
+        plus_one = self._gguf and self._config["arch"] == "Gemma3ForCausalLM" and len(shape) == 1
+        if dtype in FLOATS and not head_dim and not plus_one:
+            return Piece([Stored(hub, dtype, shape)], lambda: [self._checkpoint.bytes(name)])
+        if not self._gguf:
+            raise _core.UnsupportedError(f"{name}: {dtype} cannot be converted")
+
+        def make() -> Any:
+            values = self._checkpoint.dequantize(name)
+            if plus_one:
+                values = values - np.float32(1)
+            return values[_rows(shape[0], head_dim)] if head_dim else values
+
+        if len(shape) == 1:
+            return Piece([Stored(hub, "F32", shape)], lambda: [_bytes(make())])
+        return _values(hub, shape, make)
+
+    def _head_dim(self, module: str) -> int:
+        """Not 0: the rows of this module are in GGUF's order."""
+        permuted = self._gguf and self._config["gguf_qk_permuted"]
+        is_qk = module.rpartition(".")[2] in ("q_proj", "k_proj")
+        return int(self._config["head_dim"]) if permuted and is_qk else 0
+
+    def _shape(self, weight: str) -> tuple[int, int]:
+        """Of a described weight: the config says it."""
+        c = self._config
+        heads = {"q_proj": c["n_heads"], "k_proj": c["n_kv_heads"], "v_proj": c["n_kv_heads"]}
+        last = weight.removesuffix(".weight").rpartition(".")[2]
+        hidden, ffn = int(c["hidden"]), int(c["ffn"])
+        if last in heads:
+            return int(heads[last]) * int(c["head_dim"]), hidden
+        if last == "o_proj":
+            return hidden, int(c["n_heads"]) * int(c["head_dim"])
+        if last in ("embed_tokens", "lm_head"):
+            return int(c["vocab"]), hidden
+        return (hidden, ffn) if last == "down_proj" else (ffn, hidden)
+
+    # What lies beside them.
+
+    def config_json(self) -> dict[str, Any]:
+        if self._gguf:
+            has_factors = any(t[0] == from_gguf.ROPE_FACTORS for t in self._checkpoint.tensors())
+            factors = self._checkpoint.dequantize(from_gguf.ROPE_FACTORS) if has_factors else None
+            found = from_gguf.config_json(self._config, self._checkpoint.metadata(), factors)
+        else:
+            given = read_json(Path(self._checkpoint.folder) / "config.json") or {}
+            found = {key: value for key, value in given.items() if key not in _SECTIONS}
+            if isinstance(inner := found.get("text_config"), Mapping):
+                found["text_config"] = {k: v for k, v in inner.items() if k not in _SECTIONS}
+        section = self._layout.config(sorted(self._ignored))
+        if self._layout.is_mlx:
+            found["quantization"] = section
+        found["quantization_config"] = section
+        return found
+
+    def side_files(self) -> dict[str, bytes]:
+        if self._gguf:
+            return from_gguf.tokenizer_files(self._checkpoint.metadata())
+        folder = Path(self._checkpoint.folder)
+        return {
+            name: (folder / name).read_bytes()
+            for name in _SIDE_FILES
+            if (folder / name).is_file() and (folder / name).stat().st_size <= _MAX_SIDE_BYTES
+        }
+
+
+def _named(value: Any) -> Iterator[str]:
+    """Every tensor that descriptions name."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if key in ("tensor", "k_group") and isinstance(item, str):
+                yield item
+            elif key == "also":
+                yield from item
+            else:
+                yield from _named(item)
+
+
+def _values(hub: str, shape: tuple[int, ...], make: Callable[[], Any]) -> Piece:
+    """A matrix of floats, rounded to bf16."""
+    return Piece([Stored(hub, "BF16", shape)], lambda: [_core.quantize("BF16", _f32(make()))])
+
+
+def _f32(values: Any) -> Any:
+    return np.ascontiguousarray(values, np.float32)
+
+
+def _bytes(values: Any) -> Bytes:
+    found: Bytes = _f32(values).reshape(-1).view(np.uint8)
+    return found
+
+
+def _rows(n: int, head_dim: int) -> Any:
+    return np.array([from_gguf.qk_row(i, head_dim) for i in range(n)])
