@@ -87,11 +87,15 @@ def read(folder: Path) -> Values:
 def read_ct(folder: Path) -> Values:
     import torch  # noqa: PLC0415
     from compressed_tensors.compressors import BaseCompressor  # noqa: PLC0415
+    from compressed_tensors.compressors.nvfp4.helpers import (  # noqa: PLC0415
+        unpack_fp4_from_uint8,
+    )
     from compressed_tensors.quantization import QuantizationConfig  # noqa: PLC0415
+    from compressed_tensors.quantization.lifecycle.forward import dequantize  # noqa: PLC0415
     from safetensors.torch import load_file  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     with torch.no_grad():
         assert torch.isfinite(model(torch.arange(3, 35)[None]).logits).all()
     config = QuantizationConfig.model_validate(
@@ -110,7 +114,16 @@ def read_ct(folder: Path) -> Values:
             for key, value in tensors.items()
             if key.startswith(module)
         }
-        found[f"{module}weight"] = compressor.decompress(state, scheme)["weight"].float().numpy()
+        if "weight_global_scale" in state:  # the compressor would give bf16
+            packed = state["weight_packed"]
+            values = dequantize(
+                unpack_fp4_from_uint8(packed, packed.shape[0], 2 * packed.shape[1]).float(),
+                state["weight_scale"].float(),
+                global_scale=state["weight_global_scale"],
+            )
+        else:
+            values = compressor.decompress(state, scheme)["weight"]
+        found[f"{module}weight"] = values.float().numpy()
     return found
 
 

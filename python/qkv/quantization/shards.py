@@ -129,6 +129,6 @@ def _write(path: Path, shard: Sequence[Piece], mlx: bool) -> None:
             for tensor, array in zip(piece.tensors, piece.make(), strict=True):
                 if array.nbytes != tensor.n_bytes:
                     raise AssertionError(f"{tensor}: {array.nbytes} bytes")
-                file.write(memoryview(array).cast("B"))
+                file.write(array.data)
         file.flush()
         os.fsync(file.fileno())
