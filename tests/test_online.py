@@ -143,7 +143,7 @@ with qkv.Engine(sys.argv[1], kv_tokens=64, threads=1, chunk_tokens=16, max_runni
 
 def test_one_matrix_at_a_time(tmp_path: Path) -> None:
     """Peak memory beside the weights is that of one matrix and a row of values, not of the model:
-    quantized to 8 bits, 64 MB of bf16 must load in less than they take as they are."""
+    quantized to 8 bits, 62 MB of bf16 load in less (85 MB) than as they are (115 MB)."""
     shape = {**SHAPE, "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 2048}
     make_tiny.write(tmp_path, "llama", seed=4, dtype="BF16", **shape)
     peaks = {
@@ -158,8 +158,7 @@ def test_one_matrix_at_a_time(tmp_path: Path) -> None:
         )
         for name in ("", "w8a8_int8")
     }
-    matrix = 512 * 2048 * 2
-    assert peaks["w8a8_int8"] < peaks[""] + 4 * matrix
+    assert peaks["w8a8_int8"] < peaks[""]
 
 
 @pytest.mark.parametrize(
