@@ -188,3 +188,16 @@ def test_one_matrix_with_wrong_arguments(
     checkpoint.close()
     with pytest.raises(qkv.Error):
         checkpoint.quantize(name, (128, 128), "fp8")
+
+
+@pytest.mark.parametrize(("name", "n"), [("int8", 14), ("int4", 14), ("mlx_q4", 15)])
+def test_int8_activations_for_codes_made_while_loading(
+    tiny: Callable[..., Path], name: str, n: int
+) -> None:
+    """activation_quant="int8" knows before anything is loaded what the codes will be. Of MLX's
+    matrices the embedding is no product."""
+    model = tiny("llama", **SHAPE)
+    with qkv.Engine(model, quantization=name, activation_quant="int8", kv_tokens=64) as engine:
+        assert engine.info["int8_matrices"] == n
+    with pytest.raises(qkv.UnsupportedError, match="integer codes"):
+        qkv.Engine(model, quantization="mxfp4", activation_quant="int8", kv_tokens=64)
