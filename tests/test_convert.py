@@ -168,7 +168,7 @@ def test_ignored_and_undividable_modules_stay(tmp_path: Path) -> None:
     assert "lm_head" in section["ignore"] and "model.layers.1.mlp.up_proj" in section["ignore"]
     assert tensors(tmp_path / "out")["model.layers.0.self_attn.q_proj.weight"][0] == "BF16"
     with qkv.Engine(tmp_path / "out", kv_tokens=64) as engine:
-        assert engine.info["quantization"] == "compressed-tensors"
+        assert engine.info["quantization"]["method"] == "compressed-tensors"
 
 
 def test_shards_have_an_index(tiny: Callable[..., Path], tmp_path: Path) -> None:

@@ -40,8 +40,12 @@ def test_every_method(tiny: Callable[..., Path], name: str) -> None:
         (score,) = engine.score([PROMPT], progress=False)
     n = 14 if not name.startswith("mlx") else 16  # MLX: the embedding and the head, too
     assert (info["online_matrices"], info["online_left"]) == (n, 0)
-    assert info["online_quantization"] == name and info["quantization"] == ""
+    assert info["online_quantization"] == name and info["quantization"]["method"] == ""
     assert info["activation_quant"] == "checkpoint"
+    floats = {"fp8_gemm_backend": ("fp8", "mxfp8"), "fp4_gemm_backend": ("mxfp4", "nvfp4")}
+    for option, targets in floats.items():
+        n_floats = 14 if METHODS[name].target.startswith(targets) else 0
+        assert info[option]["matrices"] == n_floats
     assert info["quantized_inputs"] == (14 if INPUTS[name] else 0)
     assert np.isfinite(score.token_logprobs[1:]).all()
     exact = logprobs(model, compute_dtype="float32")

@@ -2,6 +2,7 @@
 
 #include <stdlib.h>
 
+#include "backend/backend.h"
 #include "py/npy.h"
 
 static int take_arrays(PyObject *dict, struct qkv_py_matrices *out, size_t *n)
@@ -60,4 +61,72 @@ void qkv_py_matrices_free(struct qkv_py_matrices *matrices)
     qkv_matrices_free(matrices->parsed);
     free(matrices->arrays);
     Py_XDECREF(matrices->owner);
+}
+
+static const char *const CODES[] = {
+    [QKV_CODE_NONE] = "none",      [QKV_CODE_BF16] = "bf16",
+    [QKV_CODE_BF16X2] = "2 bf16",  [QKV_CODE_I8] = "i8",
+    [QKV_CODE_U8] = "u8",          [QKV_CODE_I4] = "i4",
+    [QKV_CODE_U4] = "u4",          [QKV_CODE_E4M3] = "e4m3",
+    [QKV_CODE_T4] = "table of 16", [QKV_CODE_T4X2] = "table of 16, 2 bf16",
+};
+
+static const char *const SCALES[] = {
+    [QKV_SCALE_NONE] = "none", [QKV_SCALE_F16] = "f16",         [QKV_SCALE_F16_SUB] = "f16 x int8",
+    [QKV_SCALE_BF16] = "bf16", [QKV_SCALE_F32] = "f32",         [QKV_SCALE_E8M0] = "e8m0",
+    [QKV_SCALE_E4M3] = "e4m3", [QKV_SCALE_ZERO] = "zero point",
+};
+
+static PyObject *form_of(const struct qkv_matrix *matrix, bool float32)
+{
+    struct qkv_form form;
+    qkv_matrix_form(matrix, &form);
+    const uint64_t n_bytes =
+        qkv_cpu_packed_bytes(matrix, float32 ? QKV_COMPUTE_F32 : QKV_COMPUTE_BF16);
+    return Py_BuildValue("{s:s,s:i,s:s,s:s,s:O,s:K}", "code", CODES[form.code], "group",
+                         (int)form.group, "scale", SCALES[form.scale], "min", SCALES[form.min],
+                         "row_scale", form.row_scale ? Py_True : Py_False, "bytes",
+                         (unsigned long long)n_bytes);
+}
+
+static PyObject *stored_form(const struct qkv_py_state *state, const struct qkv_weights *weights,
+                             const struct qkv_matrices *matrices, size_t index, PyObject *shapes,
+                             bool float32)
+{
+    const char *name = qkv_matrices_name(matrices, index);
+    PyObject *shape = PyDict_GetItemString(shapes, name); /* borrowed */
+    long long rows = 0;
+    long long cols = 0;
+    if (shape == NULL) {
+        return PyErr_Format(PyExc_KeyError, "%s: no shape", name);
+    }
+    if (!PyTuple_Check(shape) || !PyArg_ParseTuple(shape, "LL:shapes", &rows, &cols)) {
+        return PyErr_Occurred() != NULL
+                   ? NULL
+                   : PyErr_Format(PyExc_TypeError, "shapes: %s, must be a tuple", name);
+    }
+    struct qkv_error err;
+    struct qkv_stored stored = {0};
+    PyObject *form = NULL;
+    if (qkv_stored_described(&err, matrices, index, weights, rows, cols, &stored) != QKV_OK) {
+        (void)qkv_py_raise(state, &err);
+    } else {
+        form = form_of(&stored.matrix, float32);
+    }
+    qkv_stored_free(&stored);
+    return form;
+}
+
+PyObject *qkv_py_forms(const struct qkv_py_state *state, const struct qkv_weights *weights,
+                       const struct qkv_matrices *matrices, PyObject *shapes, bool float32)
+{
+    PyObject *forms = PyDict_New();
+    const size_t n = matrices == NULL ? 0 : qkv_matrices_count(matrices);
+    for (size_t i = 0; forms != NULL && i < n; i++) {
+        PyObject *form = stored_form(state, weights, matrices, i, shapes, float32);
+        if (qkv_py_set(forms, qkv_matrices_name(matrices, i), form) < 0) {
+            Py_CLEAR(forms);
+        }
+    }
+    return forms;
 }

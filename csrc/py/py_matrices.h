@@ -17,4 +17,10 @@ int qkv_py_matrices(const struct qkv_py_state *state, PyObject *matrices, PyObje
                     struct qkv_py_matrices *out);
 void qkv_py_matrices_free(struct qkv_py_matrices *matrices);
 
+/* What the CPU backend makes of each described weight: a dict from its name to a dict of its form
+ * ("code", "group", "scale", "min", "row_scale") and "bytes". `shapes`: a dict from every described
+ * name to (rows, cols). */
+PyObject *qkv_py_forms(const struct qkv_py_state *state, const struct qkv_weights *weights,
+                       const struct qkv_matrices *matrices, PyObject *shapes, bool float32);
+
 #endif

@@ -39,6 +39,16 @@ class Checkpoint:
     ) -> NDArray[np.float32]:
         """A quantized weight [rows, cols] as float32, from its description. KeyError: `matrices`
         does not describe it. CheckpointError: the tensors are not what the description says."""
+    def forms(
+        self,
+        shapes: dict[str, tuple[int, int]],
+        matrices: str,
+        arrays: dict[str, NDArray[np.float32]] | None = None,
+        float32: bool = False,
+    ) -> dict[str, dict[str, Any]]:
+        """What the CPU backend makes of each described weight, by its name: its form
+        (csrc/quant/matrix.h) as "code", "group", "scale", "min", "row_scale", and "bytes".
+        `shapes`: (rows, cols) of each, else KeyError. CheckpointError as matrix()."""
     def model_config(self) -> dict[str, Any]:
         """The validated numbers of csrc/model/config.h; raises as loading would."""
     def kv_scales(self) -> list[tuple[int, str, str, NDArray[np.float32]]]:

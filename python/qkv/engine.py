@@ -12,15 +12,14 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from . import _core, kv_scales, models, options, run
+from . import _core, gemm_backends, kv_scales, models, options, run
 from ._core import Checkpoint, Error
 from .chat_template import check_messages
 from .kv_scales import KvScaleTable
 from .outputs import RequestOutput, Score
 from .params import SamplingParams, flag, integer
 from .progress import Progress
-from .quantization import detect
-from .quantization.methods import METHODS
+from .quantization import METHODS, detect, forms, summary
 from .quantization.wire import to_core
 from .run import Hook, Item, ParamsArgument, Run
 from .tokenizer import Tokenizer, from_user
@@ -45,13 +44,15 @@ class Engine:
     quantization: None loads what the checkpoint holds. A name that makes something (qkv info lists
         them) quantizes a 16-bit checkpoint while it is loaded, one matrix at a time; any other must
         be what the checkpoint is. info has how many matrices were quantized, and how many stay
-        because their rows do not divide into groups.
+        because their rows do not divide into groups; info["quantization"] what was found in the
+        checkpoint, in which forms it runs, what fell back, and what else a user should know.
     kv_cache_dtype: "auto", a name (qkv info lists them), a mapping with "default", "k", "v" and
         "layers", or a list of these: lanes over the same weights. A mapping may also have "scales"
         (a side file for this lane, or 1.0 whatever the checkpoint carries) and "name".
     kv_tokens, mem_fraction: the size of the KV pool, in tokens or as the fraction of the free
         memory that weights and cache may take. By default what max_running sequences can need, at
         most a quarter of the memory that is free beside the weights.
+    fp8_gemm_backend, fp4_gemm_backend: "auto", or a name of qkv info; info has what was taken.
     activation_quant: "checkpoint" as the checkpoint prescribes, "off" never; "int8" quantizes each
         row of activations for products with weights in integer codes: faster, less exact, and the
         same bits whatever the batch. info has how many matrices that concerns.
@@ -123,10 +124,15 @@ class Engine:
             self._container = checkpoint.container
             self._folder = checkpoint.folder
             self._detected = detect(checkpoint, quantization)
-            for note in self._detected.notes:
-                _log.warning("%s", note)
             config = checkpoint.model_config()
-            weights_bytes = options.packed_bytes(checkpoint.tensors(), compute_dtype=compute_dtype)
+            tensors = checkpoint.tensors()
+            packed = forms(checkpoint, self._detected, float32=compute_dtype == "float32")
+            weights_bytes = options.packed_bytes(
+                tensors, compute_dtype=compute_dtype, forms=packed, taken=self._detected.taken
+            )
+            self._quantization = summary(self._detected, packed, tensors)
+            for note in self._quantization["notes"]:
+                _log.warning("%s", note)
             carried = checkpoint.kv_scales()
             self._model_types = kv_scales.model_types(checkpoint)
         finally:
@@ -176,6 +182,7 @@ class Engine:
         self._n_groups = 0
         self.interrupted: list[RequestOutput] = []
         matrices, arrays = to_core(self._detected.matrices)
+        target = METHODS[self._detected.online].target if self._detected.online else ""
         self._core = _core.Engine(
             self._path,
             kv_formats=[lane.layers for lane in self._lanes],
@@ -185,7 +192,7 @@ class Engine:
             activation_quant=cast(Literal["off", "int8", "checkpoint"], activation_quant),
             matrices=None if self._container == "gguf" else matrices,
             arrays=arrays,
-            online=METHODS[self._detected.online].target if self._detected.online else None,
+            online=target or None,
             threads=threads or 0,
             compute_dtype="float32" if compute_dtype == "float32" else "bf16",
             device=device,
@@ -197,6 +204,20 @@ class Engine:
             log=_write_log,
         )
         kv_scales.write_log(self._scales)
+        weights = gemm_backends.Weights(
+            codes=[form["code"] for form in packed.values()],
+            gguf_types=[fmt for _, fmt, _, _ in tensors] if self._container == "gguf" else [],
+            target=target,
+            n_online=self._core.info["online_matrices"],
+            dequantized=compute_dtype == "float32",
+        )
+        self._gemm_backends = {
+            option: gemm_backends.chosen(option, asked, weights)
+            for option, asked in (
+                ("fp8_gemm_backend", fp8_gemm_backend),
+                ("fp4_gemm_backend", fp4_gemm_backend),
+            )
+        }
 
     # What is loaded.
 
@@ -231,8 +252,10 @@ class Engine:
         return {
             "model": self._path,
             "container": self._container,
-            "quantization": self._detected.method,
+            # method, source, matrices, forms, inputs, ignored, fallbacks, notes.
+            "quantization": self._quantization,
             "online_quantization": self._detected.online,
+            **self._gemm_backends,
             **self._core.info,
             "kv_cache_dtype": [lane.name for lane in self._lanes],
             # What "auto" took and why; None if it was not asked for.

@@ -7,7 +7,8 @@ from typing import Any
 
 from . import _core, kv_scales, models, options, tables
 from .engine import load_tokenizer
-from .quantization import Detected, detect
+from .quantization import Detected, counted_forms, detect, forms, notes
+from .quantization.packed import Forms
 
 
 def size(n_bytes: int) -> str:
@@ -33,6 +34,7 @@ class Inspection:
     quantization: str = ""  # the method; "" if the weights are plain floats
     quantization_source: str = ""  # which file and key say so
     n_quantized: int = 0  # matrices that are described
+    quantized_forms: dict[str, int] = field(default_factory=dict)  # what they become when loaded
     quantization_notes: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)  # empty if there is a problem with it
     kv_bytes_per_token: int | None = None  # with a bf16 cache
@@ -86,6 +88,7 @@ class Inspection:
             return []
         matrices = f", {self.n_quantized} matrices" if self.n_quantized else ""
         rows = [("quantization", f"{self.quantization}{matrices} ({self.quantization_source})")]
+        rows += [(f"  {count}", f"as {form}") for form, count in self.quantized_forms.items()]
         return rows + [("  note", note) for note in self.quantization_notes]
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -144,8 +147,10 @@ def inspect(model: str | os.PathLike[str]) -> Inspection:
         except _core.Error as error:
             problem = str(error)
         found = Detected(method="", source="")
+        packed: Forms = {}
         try:
             found = detect(checkpoint)
+            packed = forms(checkpoint, found)
         except _core.Error as error:
             problem = problem or str(error)
         scales, scales_problem = _scales(checkpoint)
@@ -173,7 +178,8 @@ def inspect(model: str | os.PathLike[str]) -> Inspection:
         quantization=found.method,
         quantization_source=found.source,
         n_quantized=len(found.matrices),
-        quantization_notes=found.notes,
+        quantized_forms=counted_forms(packed),
+        quantization_notes=notes(found, packed),
         config=config,
         kv_bytes_per_token=_kv_bytes(config),
         kv_auto=auto,

@@ -2,16 +2,17 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from . import _core
+from . import _core, gemm_backends
 from .params import integer
 from .quantization import METHODS
+from .quantization.packed import Forms
 
 PAGE_TOKENS = 16
 _CHANNEL_STEP = 16  # the pool pads the channels of a head with zeros to a multiple of it
@@ -62,14 +63,9 @@ def check_arithmetic(
     query_dtype: str,
     compute_dtype: str,
 ) -> None:
-    for name, value in (
-        ("fp8_gemm_backend", fp8_gemm_backend),
-        ("fp4_gemm_backend", fp4_gemm_backend),
-    ):
-        if value != "auto":
-            raise _core.UnsupportedError(
-                f"{name}={value!r}: this version has no FP8 or FP4 GEMM to choose among ('auto')"
-            )
+    """How products are computed."""
+    gemm_backends.check("fp8_gemm_backend", fp8_gemm_backend)
+    gemm_backends.check("fp4_gemm_backend", fp4_gemm_backend)
     one_of("activation_quant", activation_quant, ("checkpoint", "off", "int8"))
     if activation_quant == "int8" and compute_dtype == "float32":
         raise ValueError(
@@ -233,26 +229,33 @@ def token_bytes(config: Mapping[str, Any], lanes_: Sequence[Lane]) -> int:
 
 
 def packed_bytes(
-    tensors: Sequence[tuple[str, str, tuple[int, ...], int]], *, compute_dtype: str
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]],
+    *,
+    compute_dtype: str,
+    forms: Forms | None = None,
+    taken: Collection[str] = (),
 ) -> int:
     """Bytes of a checkpoint's tensors in the CPU backend; as in the file where it has no such
-    weight (which loading then refuses)."""
-    total = 0
-    for _, name, shape, n_bytes in tensors:
+    weight (which loading then refuses). `forms`: of the described weights (in that compute_dtype),
+    and `taken` the tensors that they are made of."""
+    total = sum(int(form["bytes"]) for form in (forms or {}).values())
+    for tensor, fmt, shape, n_bytes in tensors:
+        if tensor in taken:
+            continue
         try:
-            total += _packed(name, shape, compute_dtype == "float32")
+            total += _packed(fmt, shape, compute_dtype == "float32")
         except ValueError:
             total += n_bytes
     return total
 
 
-def _packed(name: str, shape: tuple[int, ...], float32: bool) -> int:
+def _packed(fmt: str, shape: tuple[int, ...], float32: bool) -> int:
     if len(shape) < 2:
         return 4 * (shape[0] if shape else 1)
     n_matrices = 1
     for size in shape[:-2]:
         n_matrices *= size
-    return n_matrices * _core.packed_bytes(name, shape[-2], shape[-1], float32)
+    return n_matrices * _core.packed_bytes(fmt, shape[-2], shape[-1], float32)
 
 
 def _limit(path: Path, name: str) -> int | None:

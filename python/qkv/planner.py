@@ -18,6 +18,7 @@ from typing import Any
 
 from . import _core, models, options
 from .params import integer
+from .quantization import detect, forms
 
 GIB = 2**30
 _MOST_GIB = 2**30
@@ -36,7 +37,12 @@ _WEIGHT_BYTES = {
     "fp8": 1.0, "fbgemm_fp8": 1.0, "modelopt_fp8": 1.0, "w8a8_fp8": 1.0, "w8a8_int8": 1.0,
     "mxfp8": 1 + 1 / 32, "mxfp4": 0.5 + 1 / 32, "modelopt_fp4": 0.5 + 1 / 16, "nvfp4": 0.5 + 1 / 16,
 }  # fmt: skip
-_MODELOPT_ALGOS = {"FP8": "fp8", "NVFP4": "nvfp4", "MXFP8": "mxfp8"}
+_MODELOPT_ALGOS = {
+    "FP8": "fp8", "FP8_PB_WO": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "MXFP8": "mxfp8",
+    "NVFP4": "nvfp4", "NVFP4_AWQ": "nvfp4", "W4A16_NVFP4": "nvfp4",
+}  # fmt: skip
+#: Of Quark's `dtype`; int4 and uint4 are grouped.
+_QUARK_DTYPES = {"fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int8": 1.0, "fp4": 0.5 + 1 / 32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,12 +206,27 @@ def _bytes_per_weight(config: Mapping[str, Any]) -> float:
     groups = quantized.get("config_groups")
     if method == "compressed-tensors" and isinstance(groups, Mapping) and groups:
         weights = _section(_section(groups, next(iter(groups))), "weights")
-        scale = 1 if weights.get("num_bits") == 4 and weights.get("type") == "float" else 2
+        scale = 1 if weights.get("type") == "float" else 2
         return _grouped(weights.get("num_bits"), weights.get("group_size"), scale)
+    if method == "quark":
+        return _quark_bytes(_section(quantized, "global_quant_config").get("weight"))
     raise ValueError(
         f"weights in {method or quantized!r:.60}: their size cannot be told from a config alone; "
         "give weights_gib, or the checkpoint itself"
     )
+
+
+def _quark_bytes(weight: Any) -> float:
+    """Of a weight's spec; a list of two is NVFP4."""
+    if isinstance(weight, (list, tuple)):
+        return _WEIGHT_BYTES["nvfp4"]
+    spec = weight if isinstance(weight, Mapping) else {}
+    dtype = str(spec.get("dtype"))
+    if dtype in ("int4", "uint4"):
+        return _grouped(4, spec.get("group_size"), 2.5)
+    if dtype not in _QUARK_DTYPES:
+        raise ValueError(f"config: Quark's weights in {dtype!r:.60}; give weights_gib")
+    return _QUARK_DTYPES[dtype]
 
 
 def _attention_weights(config: Mapping[str, Any], shape: KvShape) -> int:
@@ -247,7 +268,8 @@ def _ffn_weights(config: Mapping[str, Any], n_layers: int) -> int:
 
 
 def weight_bytes(config: Mapping[str, Any]) -> int:
-    """Estimated from the config: linear layers in the declared format, the tables in 2 bytes."""
+    """Estimated from the config: linear layers in the declared format, the tables in 2 bytes, but
+    MLX's, which are quantized, too."""
     config = _language_model(config)
     shape = kv_shape(config)
     n_layers = len(shape.layers)
@@ -257,7 +279,10 @@ def weight_bytes(config: Mapping[str, Any]) -> int:
     if tied is None:
         tied = str(config.get("model_type", "")).startswith("gemma")
     tables = _need(config, "vocab_size") * _need(config, "hidden_size") * (1 if tied else 2)
-    return int(matrices * _bytes_per_weight(config)) + 2 * tables
+    n_bytes = _bytes_per_weight(config)
+    quantized = _section(config, "quantization_config") or _section(config, "quantization")
+    is_mlx = "bits" in quantized and not quantized.get("quant_method")
+    return int(matrices * n_bytes) + int(tables * (n_bytes if is_mlx else 2))
 
 
 def _gguf_shape(metadata: Mapping[str, Any]) -> KvShape:
@@ -298,13 +323,17 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return config
 
 
-def _file_bytes(folder: Path) -> int:
-    """Weights as the engine will hold them."""
-    checkpoint = _core.Checkpoint(str(folder))
+def _weights(checkpoint: _core.Checkpoint) -> tuple[int, str]:
+    """Bytes of the weights as the engine will hold them, and why that is only as in the files where
+    it will not load them."""
+    tensors = checkpoint.tensors()
     try:
-        return options.packed_bytes(checkpoint.tensors(), compute_dtype="bf16")
-    finally:
-        checkpoint.close()
+        found = detect(checkpoint)
+        packed = forms(checkpoint, found)
+    except _core.Error as error:
+        return sum(entry[3] for entry in tensors), f"weights as in the files: {error}"
+    n_bytes = options.packed_bytes(tensors, compute_dtype="bf16", forms=packed, taken=found.taken)
+    return n_bytes, ""
 
 
 @dataclass(frozen=True)
@@ -313,6 +342,7 @@ class _Source:
     shape: KvShape
     config: Mapping[str, Any] | None  # None: GGUF, whose weights are counted
     n_bytes: int  # of the weights in files; 0: there are none
+    note: str = ""  # what is to be said of n_bytes
 
 
 def _read_model(model: str | os.PathLike[str]) -> _Source:
@@ -320,16 +350,25 @@ def _read_model(model: str | os.PathLike[str]) -> _Source:
     path = Path(models.resolve(model))
     config_path = path / "config.json" if path.is_dir() else path
     if config_path.suffix == ".json" and config_path.is_file():
-        config = _read_json(config_path)
-        has_files = path.is_dir() and any(path.glob("*.safetensors"))
-        n_bytes = _file_bytes(path) if has_files else 0
-        return _Source(path.name, kv_shape(config), config, n_bytes)
+        config = _with_side_file(_read_json(config_path), config_path.parent)
+        if not path.is_dir() or not any(path.glob("*.safetensors")):
+            return _Source(path.name, kv_shape(config), config, 0)
+    else:
+        config = None
     checkpoint = _core.Checkpoint(str(path))
     try:
-        n_bytes = options.packed_bytes(checkpoint.tensors(), compute_dtype="bf16")
-        return _Source(path.name, _gguf_shape(checkpoint.metadata()), None, n_bytes)
+        shape = kv_shape(config) if config else _gguf_shape(checkpoint.metadata())
+        return _Source(path.name, shape, config, *_weights(checkpoint))
     finally:
         checkpoint.close()
+
+
+def _with_side_file(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """ModelOpt says how weights are quantized in a file of its own."""
+    beside = folder / "hf_quant_config.json"
+    if "quantization_config" in config or not beside.is_file():
+        return config
+    return {**config, "quantization_config": _section(_read_json(beside), "quantization")}
 
 
 # The plan.
@@ -570,5 +609,5 @@ def plan(
         bytes_per_token=bytes_per_token,
         tokens=tokens,
         requests={kv: n // per_request for kv, n in tokens.items()},
-        notes=tuple(_notes(source.shape, n_tokens)),
+        notes=(*_notes(source.shape, n_tokens), *([source.note] if source.note else [])),
     )

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from .. import __version__, _core, models, options
+from .. import __version__, _core, gemm_backends, models, options
 from ..inspection import inspect, size
 from ..quantization import METHODS
 from ..quantization import table as quantizations
@@ -66,6 +66,7 @@ def _info(args: argparse.Namespace) -> int:
         "free_memory_bytes": options.free_memory(),
         "weight_formats": [name for name, has in _core.formats() if has],
         "quantizations": {m.name: {"kind": m.kind, "does": m.does} for m in METHODS.values()},
+        "gemm_backends": {option: dict(here) for option, here in gemm_backends.BACKENDS.items()},
         "kv_formats": {
             name: bits for name, bits in _core.kv_formats() if name in options.kv_names()
         },
@@ -78,6 +79,11 @@ def _info(args: argparse.Namespace) -> int:
 def _facts_text(facts: Mapping[str, Any]) -> str:
     sets = [f"{name}{'' if has else ' (not here)'}" for name, has in _core.isas()]
     kv = [f"{name} ({bits:g} bits)" for name, bits in facts["kv_formats"].items()]
+    gemm = [
+        (option, f"{name}: {does}")
+        for option, here in facts["gemm_backends"].items()
+        for name, does in here.items()
+    ]
     demo = "there" if facts["demo_model"] else f"not there ({models.DEMO_COMMAND} brings it)"
     rows = (
         ("qkv", f"{__version__}, Python {facts['python']}, {facts['machine']}"),
@@ -87,6 +93,7 @@ def _facts_text(facts: Mapping[str, Any]) -> str:
         ("free memory", size(facts["free_memory_bytes"])),
         ("weight formats", ", ".join(facts["weight_formats"])),
         ("KV formats", ", ".join(kv)),
+        *gemm,
         ("demo model", demo),
         ("cache folder", facts["cache_folder"]),
     )

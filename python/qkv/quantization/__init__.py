@@ -2,5 +2,16 @@
 
 from .detection import Detected, detect
 from .methods import METHODS, Method, table
+from .packed import counted_forms, forms, notes, summary
 
-__all__ = ["METHODS", "Detected", "Method", "detect", "table"]
+__all__ = [
+    "METHODS",
+    "Detected",
+    "Method",
+    "counted_forms",
+    "detect",
+    "forms",
+    "notes",
+    "summary",
+    "table",
+]

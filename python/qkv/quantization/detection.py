@@ -72,6 +72,8 @@ class Detected:
     method: str
     source: str  # which file and key say so
     matrices: dict[str, dict[str, Any]] = field(default_factory=dict)  # weight -> description
+    shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # of each of these
+    taken: frozenset[str] = frozenset()  # the tensors that they are made of
     ignored: dict[str, str] = field(default_factory=dict)  # module -> what excludes it
     notes: list[str] = field(default_factory=list)  # what a user should know
     online: str | None = None  # the method to quantize with while loading
@@ -190,6 +192,7 @@ def _read(source: _Source, tensors: Tensors) -> Detected:
     notes: list[str] = []
     reader = _READERS[source.method](source.section, tensors, notes)
     matrices: dict[str, dict[str, Any]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     ignored: dict[str, str] = {}
     used: set[str] = set()
     plain: list[str] = []
@@ -208,6 +211,7 @@ def _read(source: _Source, tensors: Tensors) -> Detected:
         _check(found, tensors)
         used.update(found.tensors())
         matrices[module.weight] = found.to_dict()
+        shapes[module.weight] = found.shape
     if not matrices and plain and reader.claims:
         raise _core.CheckpointError(
             f"{source.where} says {source.name}, but no tensor is quantized: "
@@ -220,6 +224,8 @@ def _read(source: _Source, tensors: Tensors) -> Detected:
         method=source.name if matrices or reader.claims else "",
         source=source.where,
         matrices=matrices,
+        shapes=shapes,
+        taken=frozenset(used),
         ignored=ignored,
         notes=notes,
     )
