@@ -4,6 +4,7 @@ log-probabilities, without a flag."""
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import qkv
 from qkv import _core
 from qkv.quantization import detect
 from qkv.quantization.wire import to_core
+from ref import forward, stored
 from test_models import Expected
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
@@ -130,8 +132,8 @@ def test_same_bits_for_any_batch(fixtures_dir: Path, name: str, activation_quant
             np.testing.assert_array_equal(a, b)
 
 
-# compressed-tensors' own runs in float32. Not among them: int8, where that tool divides by 127.5 and
-# serving engines, and this one, by 127; ModelOpt and Quark, which ran in bf16 (FORMATS.md).
+# compressed-tensors' own runs in float32. Not among them: int8, where that tool divides by 127.5
+# and this engine by 127; ModelOpt and Quark, which ran in bf16 (FORMATS.md).
 ACTIVATIONS = (
     "ct-fp8-dynamic-qwen3-s",
     "ct-fp8-static-kv-llama-g",
@@ -152,3 +154,56 @@ def test_quantized_activations(fixtures_dir: Path, name: str) -> None:
     exact = format_distances.recorded(folder / "expected.npz", n_prompts)
     got = format_distances.as_prescribed(folder, "float32")
     assert np.abs(got - wanted).mean() <= np.abs(wanted - exact).mean() / 8
+
+
+E4M3 = np.unique(stored.small_float(np.arange(0x7F, dtype=np.uint8), 4, 7)).astype(np.float32)
+
+
+def nearest_e4m3(x: Any) -> Any:
+    """Ties to the even code, which is an even place in the table; beyond the largest, that one."""
+    above = np.clip(np.searchsorted(E4M3, np.minimum(np.abs(x), 448)), 1, len(E4M3) - 1)
+    low, high = E4M3[above - 1], E4M3[above]
+    to_low, to_high = np.minimum(np.abs(x), 448) - low, high - np.minimum(np.abs(x), 448)
+    goes_up = (to_high < to_low) | ((to_high == to_low) & (above % 2 == 0))
+    return np.where(goes_up, high, low) * np.sign(x)
+
+
+def quantized_input(spec: dict[str, Any], x: Any) -> Any:
+    """What kernels/cpu/body_input.inc says of int8 and fp8, a row at a time."""
+    largest = np.float32(127 if spec["quant"] == "int8" else 448)
+    amax = np.abs(x).max(axis=-1, keepdims=True)
+    scale = np.float32(spec["scale"]) if "scale" in spec else amax / largest
+    codes = np.rint(x / scale) if spec["quant"] == "int8" else nearest_e4m3(x / scale)
+    return codes * scale
+
+
+REFERENCE = ("ct-w8a8-int8-qwen3-s", "ct-fp8-dynamic-qwen3-s", "modelopt-fp8-llama-g")
+
+
+@pytest.mark.parametrize("name", (*REFERENCE, "quark-fp8-kv8-llama-g"))
+def test_quantized_activations_against_numpy(fixtures_dir: Path, name: str) -> None:
+    """The same rule in NumPy and float32: a twentieth of the effect, where a few codes differ."""
+    folder = fixtures_dir / name
+    checkpoint = _core.Checkpoint(str(folder))
+    found = detect(checkpoint)
+    packed = to_core(found.matrices)
+    weights = {
+        tensor: checkpoint.dequantize(tensor)
+        for tensor, *_ in checkpoint.tensors()
+        if tensor not in found.taken and tensor.endswith(("weight", "bias"))
+    } | {key: checkpoint.matrix(key, shape, *packed) for key, shape in found.shapes.items()}
+    checkpoint.close()
+    config = json.loads((folder / "config.json").read_text())
+    config = {"rope_theta": config.get("rope_parameters", {}).get("rope_theta"), **config}
+    inputs = {key: matrix["input"] for key, matrix in found.matrices.items()}
+
+    def quantize(weight: str, x: Any) -> Any:
+        return quantized_input(inputs[weight], x) if weight in inputs else x
+
+    prompts = format_distances.prompts_of(folder)[1:3]
+    exact = {"compute_dtype": "float32", "kv_cache_dtype": "auto"}
+    got = prompt_logprobs(folder, prompts, **exact)
+    plain = prompt_logprobs(folder, prompts, activation_quant="off", **exact)
+    for ids, ours, unquantized in zip(prompts, got, plain, strict=True):
+        wanted = forward.prompt_logprobs(config, weights, ids, np.float32, quantize)
+        assert np.abs(ours - wanted).mean() <= np.abs(wanted - unquantized).mean() / 20

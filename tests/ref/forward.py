@@ -7,7 +7,7 @@ in the form that transformers 4.x writes, and tensors under the hub's names (mak
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,13 +118,21 @@ def attend(q: Array, k: Array, v: Array, scale: float, window: int) -> Array:
     return out
 
 
+Quantize = Callable[[str, Array], Array]
+
+
+def as_it_is(_: str, x: Array) -> Array:
+    return x
+
+
 def logits(
     config: Config,
     tensors: Mapping[str, NDArray[np.float32]],
     ids: Sequence[int] | NDArray[np.int32],
     dtype: type[np.floating[Any]] = np.float64,
+    quantize: Quantize = as_it_is,
 ) -> Array:
-    """Logits of every position, [len(ids), vocab]."""
+    """Logits of every position, [len(ids), vocab]. `quantize`: the input of each linear."""
     w = {name: np.asarray(values, dtype=dtype) for name, values in tensors.items()}
     gemma, eps = is_gemma(config), config["rms_norm_eps"]
     n, hidden = len(ids), config["hidden_size"]
@@ -134,7 +142,7 @@ def logits(
     act = str(config.get("hidden_activation") or config["hidden_act"])
 
     def project(name: str, x: Array) -> Array:
-        y = x @ w[name + ".weight"].T
+        y = quantize(name + ".weight", x) @ w[name + ".weight"].T
         return np.asarray(y + w[name + ".bias"] if name + ".bias" in w else y)
 
     def norm(name: str, x: Array) -> Array:
@@ -180,9 +188,10 @@ def log_probs(
     tensors: Mapping[str, NDArray[np.float32]],
     ids: Sequence[int] | NDArray[np.int32],
     dtype: type[np.floating[Any]] = np.float64,
+    quantize: Quantize = as_it_is,
 ) -> Array:
     """Log-probabilities of every position, [len(ids), vocab]."""
-    return log_softmax(logits(config, tensors, ids, dtype))
+    return log_softmax(logits(config, tensors, ids, dtype, quantize))
 
 
 def prompt_logprobs(
@@ -190,7 +199,8 @@ def prompt_logprobs(
     tensors: Mapping[str, NDArray[np.float32]],
     ids: Sequence[int] | NDArray[np.int32],
     dtype: type[np.floating[Any]] = np.float64,
+    quantize: Quantize = as_it_is,
 ) -> Array:
     """Entry t is log p(ids[t + 1] | ids[: t + 1]), [len(ids) - 1]."""
-    table = log_probs(config, tensors, ids, dtype)
+    table = log_probs(config, tensors, ids, dtype, quantize)
     return np.asarray(table[np.arange(len(ids) - 1), np.asarray(ids)[1:]])

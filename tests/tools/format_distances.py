@@ -90,7 +90,7 @@ def rows(fixtures: Path) -> Iterator[tuple[str, ...]]:
 
 
 def main() -> None:
-    print("| checkpoint | bf16 | transformers' bf16 | activations | float32 | bf16 |")
+    print("| checkpoint | bf16 | transformers' bf16 | activations | float32, so | bf16, so |")
     print("|---|---|---|---|---|---|")
     for row in rows(Path(sys.argv[1])):
         print(f"| {' | '.join(row)} |")
