@@ -4,7 +4,6 @@ choice of a GEMM."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from qkv import gemm_backends
 from qkv.planner import GIB
 from ref import make_tiny, stored
 from test_quantized_checkpoints import NAMES, RUN
-
-sys.path.insert(0, str(Path(__file__).parent / "tools"))
-import formats_doc  # noqa: E402
+from tools import formats_doc
 
 GGUFS = ("gguf-mixed-llama-g", "gguf-q4_k_m-llama-g")
 SIZE: dict[str, Any] = {"threads": 1, "kv_tokens": 64, "max_model_len": 32}
@@ -135,17 +132,21 @@ def test_a_fallback_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", gemm_backends.BACKENDS)
-def test_the_choice_of_a_gemm(option: str, fixtures_dir: Path, tiny: Any) -> None:
+def test_the_choice_of_a_gemm(option: str, fixtures_dir: Path) -> None:
     model = fixtures_dir / "ct-mxfp4-llama-g"
+
+    def opened(name: str, **more: Any) -> qkv.Engine:
+        options: dict[str, Any] = {option: name, **SIZE, **more}
+        return qkv.Engine(model, **options)
+
     for name in gemm_backends.ELSEWHERE[option]:
         with pytest.raises(qkv.UnsupportedError, match=f"{option}='{name}'.*decode.*auto"):
-            qkv.Engine(model, **{option: name}, **SIZE)
+            opened(name)
     with pytest.raises(ValueError, match=f"{option}='fastest': must be one of auto, decode"):
-        qkv.Engine(model, **{option: "fastest"}, **SIZE)
+        opened("fastest")
     for compute_dtype, taken in (("bf16", "decode"), ("float32", None)):
-        with qkv.Engine(model, **{option: "decode"}, compute_dtype=compute_dtype, **SIZE) as engine:
-            found = engine.info["fp4_gemm_backend"]
-        assert found["taken"] == taken
+        with opened("decode", compute_dtype=compute_dtype) as engine:
+            assert engine.info["fp4_gemm_backend"]["taken"] == taken
 
 
 @pytest.mark.parametrize("name", RUN)

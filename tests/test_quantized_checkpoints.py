@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ from qkv.quantization import detect
 from qkv.quantization.wire import to_core
 from ref import forward, stored
 from test_models import Expected
-
-sys.path.insert(0, str(Path(__file__).parent / "tools"))
-import format_distances  # noqa: E402
+from tools import format_distances
 
 # The tool's reference computes these in another order, so that values differ by one fp32 rounding.
 ONE_ROUNDING = ("ct-nvfp4-qwen3-s", "modelopt-nvfp4-qwen3-s")  # code * (scale * global scale)
@@ -93,8 +90,8 @@ def test_dequantized_values(fixtures_dir: Path, name: str) -> None:
 
 
 def prompt_logprobs(folder: Path, prompts: list[Any], **options: Any) -> list[Any]:
-    sizes = {"threads": 1, "kv_tokens": 4096, "max_model_len": 512, "kv_cache_dtype": "bf16"}
-    with qkv.Engine(folder, **(sizes | options)) as engine:
+    sizes: dict[str, Any] = {"threads": 1, "kv_tokens": 4096, "max_model_len": 512}
+    with qkv.Engine(folder, **sizes, **{"kv_cache_dtype": "bf16", **options}) as engine:
         return [score.token_logprobs for score in engine.score(prompts, progress=False)]
 
 
@@ -201,7 +198,7 @@ def test_quantized_activations_against_numpy(fixtures_dir: Path, name: str) -> N
         return quantized_input(inputs[weight], x) if weight in inputs else x
 
     prompts = format_distances.prompts_of(folder)[1:3]
-    exact = {"compute_dtype": "float32", "kv_cache_dtype": "auto"}
+    exact: dict[str, Any] = {"compute_dtype": "float32", "kv_cache_dtype": "auto"}
     got = prompt_logprobs(folder, prompts, **exact)
     plain = prompt_logprobs(folder, prompts, activation_quant="off", **exact)
     for ids, ours, unquantized in zip(prompts, got, plain, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from qkv import _core
@@ -22,7 +22,7 @@ SPELLED = {"BF16X2": "2 bf16", "T4": "table of 16", "F16_SUB": "f16 x int8"}
 SECTION = r"(<!-- {}: made by tests/tools/formats_doc.py -->\n).*?(<!-- end -->)"
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     heads = list(head)
     lines = [heads, ["---"] * len(heads), *map(list, rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -40,7 +40,7 @@ def refused() -> str:
 def gguf() -> str:
     """Types with a codec, from csrc/quant/formats.def."""
     text = (ROOT / "csrc/quant/formats.def").read_text()
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for line in re.findall(r"^QKV_FORMAT\((.*)\)$", text, re.MULTILINE):
         fields = [field.strip() for field in line.split(",")]
         name, elems, n_bytes, gguf_id = fields[1].strip('"'), *map(int, fields[2:5])
@@ -51,7 +51,7 @@ def gguf() -> str:
         groups = "" if group == "0" else f"{scale} by {group}"
         rows.append((name, bits, code, groups, "" if minimum == "none" else minimum))
     head = ("type", "bits a weight in the file", "codes", "scales", "minima")
-    return table(head, sorted(rows, key=lambda row: row[0]))
+    return table(head, sorted(rows))
 
 
 def fixtures(folder: Path) -> str:
