@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import gemm_backends
+from qkv import _core, gemm_backends
 from qkv.planner import GIB
+from qkv.quantization import detect
+from qkv.quantization.wire import to_core
 from ref import make_tiny, stored
 from test_quantized_checkpoints import NAMES, RUN
 from tools import formats_doc
@@ -37,6 +39,30 @@ def test_what_the_fixtures_become(fixtures_dir: Path) -> None:
     assert text == formats_doc.replaced(text, "fixtures", formats_doc.fixtures(fixtures_dir))
 
 
+def test_forms_are_checked(fixtures_dir: Path) -> None:
+    """Shapes come from our own code; a mistake in it is an error all the same."""
+    checkpoint = _core.Checkpoint(str(fixtures_dir / "ct-mxfp4-llama-g"))
+    found = detect(checkpoint)
+    matrices, arrays = to_core(found.matrices)
+    name = next(iter(found.shapes))
+    rows, cols = found.shapes[name]
+    dequantized = checkpoint.forms(found.shapes, matrices, arrays, True)[name]["bytes"]
+    assert dequantized >= 4 * rows * cols
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        ({}, KeyError, "no shape"),
+        ({**found.shapes, name: [rows, cols]}, TypeError, "tuple"),
+        ({**found.shapes, name: (rows,)}, TypeError, "argument"),
+        ({**found.shapes, name: (2 * rows, cols)}, qkv.CheckpointError, "are needed"),
+        ([], TypeError, "dict"),
+    ]
+    for shapes, kind, words in wrong:
+        with pytest.raises(kind, match=words):
+            checkpoint.forms(shapes, matrices, arrays)
+    checkpoint.close()
+    with pytest.raises(qkv.Error, match="closed"):
+        checkpoint.forms(found.shapes, matrices, arrays)
+
+
 @pytest.mark.parametrize("name", (*RUN, *GGUFS))
 def test_a_plan_is_what_loading_takes(fixtures_dir: Path, name: str) -> None:
     model = model_of(fixtures_dir, name)
@@ -52,6 +78,7 @@ def test_inspection_of_what_runs(fixtures_dir: Path, name: str) -> None:
     assert found.problem is None and "cannot run" not in str(found)
     assert found.quantization and found.quantization in str(found)
     assert sum(found.quantized_forms.values()) == found.n_quantized
+    assert not found.quantization_ignored or "  excluded" in str(found)
     for form in found.quantized_forms:
         assert f"as {form}" in str(found)
 

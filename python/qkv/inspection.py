@@ -35,6 +35,7 @@ class Inspection:
     quantization_source: str = ""  # which file and key say so
     n_quantized: int = 0  # matrices that are described
     quantized_forms: dict[str, int] = field(default_factory=dict)  # what they become when loaded
+    quantization_ignored: dict[str, str] = field(default_factory=dict)  # module -> what excludes it
     quantization_notes: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)  # empty if there is a problem with it
     kv_bytes_per_token: int | None = None  # with a bf16 cache
@@ -89,6 +90,10 @@ class Inspection:
         matrices = f", {self.n_quantized} matrices" if self.n_quantized else ""
         rows = [("quantization", f"{self.quantization}{matrices} ({self.quantization_source})")]
         rows += [(f"  {count}", f"as {form}") for form, count in self.quantized_forms.items()]
+        if self.quantization_ignored:
+            shown = ", ".join(list(self.quantization_ignored)[:3])
+            more = ", ..." if len(self.quantization_ignored) > 3 else ""
+            rows.append(("  excluded", f"{len(self.quantization_ignored)} modules: {shown}{more}"))
         return rows + [("  note", note) for note in self.quantization_notes]
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -179,6 +184,7 @@ def inspect(model: str | os.PathLike[str]) -> Inspection:
         quantization_source=found.source,
         n_quantized=len(found.matrices),
         quantized_forms=counted_forms(packed),
+        quantization_ignored=found.ignored,
         quantization_notes=notes(found, packed),
         config=config,
         kv_bytes_per_token=_kv_bytes(config),
