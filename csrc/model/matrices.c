@@ -355,7 +355,7 @@ static enum qkv_status read_table(struct qkv_error *err, const struct reader *r)
 
 static enum qkv_status read_input(struct qkv_error *err, const struct reader *r)
 {
-    static const char *const KEYS[] = {"quant", "group", "power_of_two", "scale", NULL};
+    static const char *const KEYS[] = {"quant", "group", "power_of_two", "steps", "scale", NULL};
     static const char *const QUANTS[] = {
         [QKV_INPUT_NONE] = "none",   [QKV_INPUT_INT8] = "int8",
         [QKV_INPUT_FP8] = "fp8",     [QKV_INPUT_FP8_GROUP] = "fp8_group",
@@ -377,6 +377,11 @@ static enum qkv_status read_input(struct qkv_error *err, const struct reader *r)
     if (qkv_json_find(node, "scale") != NULL) {
         QKV_TRY(qkv_json_as_double(err, qkv_json_find(node, "scale"), "scale", &scale));
     }
+    double steps = 0.0;
+    if (qkv_json_find(node, "steps") != NULL) {
+        QKV_TRY(qkv_json_as_double(err, qkv_json_find(node, "steps"), "steps", &steps));
+    }
+    input->steps = (float)steps;
     input->quant = (enum qkv_input_quant)quant;
     input->group = (int32_t)group;
     input->scale = (float)scale;

@@ -5,7 +5,7 @@
  *   {"codes": {"tensor", "order", "meaning", "bits", "transposed", "add"}, "table": [16 numbers],
  *    "group": n, "scale": ARRAY, "min": ARRAY, "factor": ARRAY, "inverted": bool, "zero": codes,
  *    "k_group": tensor, "k_scale": ARRAY, "round": dtype, "also": [tensors],
- *    "input": {"quant", "group", "power_of_two", "scale"}}
+ *    "input": {"quant", "group", "power_of_two", "steps", "scale"}}
  * ARRAY is {"tensor": name} or {"values": name of a host array}, with "format" (of the tensor's
  * bytes, where its dtype does not say), "rows_per" (absent: 1, or all rows where there is but one
  * row of it) and "transposed". All but "codes" may be absent; an unknown key is an error.

@@ -77,6 +77,7 @@ struct qkv_input {
     enum qkv_input_quant quant;
     int32_t group;     /* FP8_GROUP */
     bool power_of_two; /* FP8_GROUP: scales rounded up to powers of two (ue8m0) */
+    float steps;       /* INT8, dynamic: the scale is amax / steps, the codes are clamped; 0: 127 */
     float scale;       /* 0: dynamic. INT8, FP8: the one static scale; NVFP4: the global scale */
 };
 

@@ -221,7 +221,8 @@ static bool same_input(const struct qkv_weight *a, const struct qkv_weight *b)
         return false;
     }
     return a->input.quant == b->input.quant && a->input.group == b->input.group &&
-           a->input.power_of_two == b->input.power_of_two && a->input.scale == b->input.scale &&
+           a->input.power_of_two == b->input.power_of_two && a->input.steps == b->input.steps &&
+           a->input.scale == b->input.scale &&
            (a->k_order == NULL || memcmp(a->k_order, b->k_order, k * sizeof *a->k_order) == 0) &&
            (a->k_scale == NULL || memcmp(a->k_scale, b->k_scale, k * sizeof *a->k_scale) == 0);
 }

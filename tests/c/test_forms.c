@@ -449,12 +449,13 @@ static float int8_product(const struct qkv_matrix *m, const struct qkv_form *for
     return total;
 }
 
-static float int8_codes(const float *x, int64_t k, float fixed, int32_t *codes)
+static float int8_codes(const float *x, int64_t k, const struct qkv_input *input, int32_t *codes)
 {
     float amax = 0;
     for (int64_t i = 0; i < k; i++) {
         amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
     }
+    float fixed = input->steps != 0 ? amax / input->steps : input->scale;
     for (int64_t i = 0; i < k; i++) {
         float code = nearbyintf(fixed != 0 ? x[i] / fixed : x[i] * (127.0f / amax));
         codes[i] = (int32_t)(code > 127 ? 127 : code < -128 ? -128 : code);
@@ -473,8 +474,11 @@ static void check_int8(const struct qkv_matrix *m, enum qkv_activations activati
     float *want = allocate(ROWS * n * sizeof *want);
     int32_t *codes = allocate(k * sizeof *codes);
     for (size_t r = 0; r < ROWS; r++) {
-        float fixed = activations == QKV_ACTIVATIONS_CHECKPOINT ? m->input.scale : 0;
-        float scale = int8_codes(x + r * k, m->k_in, fixed, codes);
+        struct qkv_input input = {0};
+        if (activations == QKV_ACTIVATIONS_CHECKPOINT) {
+            input = m->input;
+        }
+        float scale = int8_codes(x + r * k, m->k_in, &input, codes);
         for (size_t i = 0; i < n; i++) {
             float y = int8_product(m, &form, (int64_t)i, codes) * scale;
             want[r * n + i] = form.row_scale ? y * qkv_matrix_row_scale(m, (int64_t)i) : y;
@@ -512,7 +516,7 @@ static void quantize_whole(const struct qkv_input *input, const float *x, int64_
 {
     if (input->quant == QKV_INPUT_INT8) {
         int32_t *codes = allocate((size_t)k * sizeof *codes);
-        float scale = int8_codes(x, k, input->scale, codes);
+        float scale = int8_codes(x, k, input, codes);
         for (int64_t i = 0; i < k; i++) {
             out[i] = (float)codes[i] * scale;
         }
@@ -625,6 +629,7 @@ static void test_quantized_inputs(void)
     static const struct qkv_input inputs[] = {
         {.quant = QKV_INPUT_INT8},
         {.quant = QKV_INPUT_INT8, .scale = 0.02f},
+        {.quant = QKV_INPUT_INT8, .steps = 127.5f},
         {.quant = QKV_INPUT_FP8},
         {.quant = QKV_INPUT_FP8, .scale = 0.01f},
         {.quant = QKV_INPUT_FP8_GROUP, .group = 128},
@@ -651,6 +656,9 @@ static void test_int8_inputs(void)
         m.input.quant = QKV_INPUT_INT8;
         check_int8(&m, QKV_ACTIVATIONS_CHECKPOINT);
         m.input.scale = 0.005f; /* clamps */
+        check_int8(&m, QKV_ACTIVATIONS_CHECKPOINT);
+        m.input.scale = 0;
+        m.input.steps = 127.5f;
         check_int8(&m, QKV_ACTIVATIONS_CHECKPOINT);
         free_matrix(&m);
     }

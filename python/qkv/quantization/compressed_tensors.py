@@ -335,7 +335,8 @@ class _Scheme:
             return Input(
                 quant=quant, scale=self.tensors.scalar(self._need("input_scale"), self.why)
             )
-        return Input(quant=quant)
+        # Its scales are amax over half the range of codes, 255 / 2.
+        return Input(quant=quant, steps=127.5 if kind == "int" else 0.0)
 
     def _input_by_group(self, kind: str, group: int | None) -> Input:
         if kind == "int":

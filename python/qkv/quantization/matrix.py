@@ -74,6 +74,7 @@ class Input:
     quant: str = "none"
     group: int = 0
     power_of_two: bool = False
+    steps: float = 0.0  # of int8 by row: what the largest magnitude becomes; 0: 127
     scale: float = 0.0  # 0: dynamic
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,6 +83,8 @@ class Input:
             row["group"] = self.group
         if self.power_of_two:
             row["power_of_two"] = True
+        if self.steps:
+            row["steps"] = self.steps
         if self.scale:
             row["scale"] = self.scale
         return row
