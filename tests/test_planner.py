@@ -147,6 +147,25 @@ def test_weights_from_the_config(config: dict[str, Any], gib: float) -> None:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5625),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1.0),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5625),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, 0.5625),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, 1.0),
+        ({"quant_method": "quark", "global_quant_config": {"weight": [{}, {}]}}, 0.5625),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "uint4", "group_size": 128}},
+            },
+            0.5 + 2.5 / 128,
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "g": {"weights": {"num_bits": 8, "type": "float", "group_size": 32}}
+                },
+            },
+            1 + 1 / 32,
+        ),
         ({"bits": 4, "group_size": 64}, 0.5625),
         (
             {
@@ -164,6 +183,16 @@ def test_weight_formats(quantization: dict[str, Any], n_bytes: float) -> None:
         tables = 0
     found = weight_bytes({**QWEN3_8B, "quantization_config": quantization})
     assert found - tables == pytest.approx((plain - tables) / 2 * n_bytes)
+
+
+def test_quantization_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """ModelOpt's, beside a config.json that says nothing of it."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    plain = plan(tmp_path, memory_gib=100).weights_gib
+    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    found = plan(tmp_path, memory_gib=100)
+    assert found.weights_from == "config" and found.weights_gib < 0.6 * plain
 
 
 def test_unknown_weight_format_is_not_guessed() -> None:
