@@ -40,7 +40,7 @@ def hashed_blocks(name: str, n: int) -> NDArray[np.uint8]:
     every entry of its grid in them."""
     n_bytes, f16_at = LAYOUTS[name]
     digest = hashlib.shake_256(name.encode()).digest(n * n_bytes)
-    blocks = np.frombuffer(digest, np.uint8).reshape(n, n_bytes).copy()
+    blocks: NDArray[np.uint8] = np.frombuffer(digest, np.uint8).reshape(n, n_bytes).copy()
     for at in f16_at:
         blocks[:, at + 1] &= 0xBF
     if name == "MXFP4":

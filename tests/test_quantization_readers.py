@@ -299,7 +299,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "z
 
 
 def test_awq_words() -> None:
-    """formats.md: columns that contain their own index make this word."""
+    """Columns that contain their own index make this word."""
     assert awq_words(np.arange(8)[None, :])[0, 0] == 0x75316420
 
 

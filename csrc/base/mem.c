@@ -10,7 +10,7 @@
 /* From MAP_BYTES on a block is mapped, so that what is never touched of it is not resident: with
  * many lanes that is most of their KV pools. (malloc, too, maps from this size on.) From
  * HUGE_PAGE_BYTES on, the size of an x86-64 huge page, it asks for such: without them reading
- * weights ran a third slower (design, section 4). */
+ * weights ran a third slower on a Zen 4 machine. */
 enum {
     BLOCK_ALIGN = 64,
     MAP_BYTES = 128 << 10,

@@ -1,7 +1,6 @@
 /* Names: compressed-tensors and llm-compressor (k_scale beside the projections; k_proj.output_scale
  * before August 2024), Quark and AutoFP8 (output_scale of a projection), ModelOpt (k_proj.k_scale),
- * SGLang's and vLLM's own (attn.k_scale, kv_scale, fused qkv_proj.k_scale): formats.md section 4.
- */
+ * SGLang's and vLLM's own (attn.k_scale, kv_scale, fused qkv_proj.k_scale). */
 #include "model/kv_scales.h"
 
 #include <inttypes.h>

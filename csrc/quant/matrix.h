@@ -65,11 +65,11 @@ struct qkv_scales {
 /* How a matrix wants its input quantized. */
 enum qkv_input_quant {
     QKV_INPUT_NONE,
-    QKV_INPUT_INT8,      /* per row, symmetric: scale amax / 127 */
+    QKV_INPUT_INT8,      /* per row, symmetric: scale amax / steps */
     QKV_INPUT_FP8,       /* e4m3, per row: amax / 448 */
     QKV_INPUT_FP8_GROUP, /* e4m3, per row and `group` of K */
     QKV_INPUT_MXFP8,     /* e4m3, per row and 32: exponent ceil(log2(amax / 448)) */
-    QKV_INPUT_MXFP4,     /* e2m1, per row and 32: see formats.md, section 6 */
+    QKV_INPUT_MXFP4,     /* e2m1, per row and 32: body_input.inc has the rule */
     QKV_INPUT_NVFP4      /* e2m1, per row and 16: e4m3(amax / 6 / scale), times scale */
 };
 

@@ -19,6 +19,7 @@
 #ifndef QKV_QUANT_QUANTIZE_H
 #define QKV_QUANT_QUANTIZE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 

@@ -8,7 +8,6 @@ list of values has BITS bits from bit BITS * i on.
 
 from __future__ import annotations
 
-import sys
 from importlib.metadata import version
 
 import numpy as np
@@ -50,4 +49,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
