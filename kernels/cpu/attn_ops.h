@@ -105,8 +105,9 @@ struct qkv_cpu_kv_codec {
 /* Log-sum-exp of a row and what else one pass gives. */
 struct qkv_logits_stats {
     float max;
-    double rest; /* sum of exp(logit - max) over the row without (one of) the maximum's own 1 */
-    bool finite; /* no NaN, the maximum finite */
+    int32_t best; /* the lowest id that has it, 0 if not finite */
+    double rest;  /* sum of exp(logit - max) over the row without (one of) the maximum's own 1 */
+    bool finite;  /* no NaN, the maximum finite */
 };
 
 struct qkv_cpu_attn_ops {

@@ -288,13 +288,14 @@ static int32_t draw(const float *w, int32_t n_vocab, double u)
     return last;
 }
 
+/* best_logit: the lowest id of the largest logit. */
 static int32_t choose(const struct job *job, const struct qkv_sample_row *row, const float *x,
-                      const struct work *work)
+                      int32_t best_logit, const struct work *work)
 {
     int32_t n_vocab = job->n_vocab;
     float max;
     if (!needs_work(row)) {
-        return argmax(x, n_vocab, &max);
+        return best_logit;
     }
     memcpy(work->z, x, (size_t)n_vocab * sizeof(float));
     adjust(row, work->z);
@@ -406,10 +407,10 @@ static void sample_row(const struct job *job, size_t index, const struct work *w
     double log_sum = log1p(stats.rest); /* keeps the digits of a log-probability near 0 */
     int32_t token = row->target;
     if (token < 0) {
-        token = stats.finite ? choose(job, row, x, work) : 0;
+        token = stats.finite ? choose(job, row, x, stats.best, work) : 0;
     }
     int32_t rank = 0;
-    if (stats.finite) {
+    if (stats.finite && x[token] < stats.max) {
         for (int32_t i = 0; i < job->n_vocab; i++) {
             rank += x[i] > x[token];
         }
