@@ -49,7 +49,7 @@ class AutoRoundReader(Reader):
         if module in self._extra:
             return self._extra[module]
         for regex, name in self._regexes:
-            if regex.fullmatch(module) or regex.match(module):
+            if regex.match(module):
                 return self._extra[name]
         return None
 

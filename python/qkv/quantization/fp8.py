@@ -26,10 +26,7 @@ class _ListReader(Reader):
 
 def static_input(reader: Reader, module: Module, why: str) -> float:
     """The one scale of a statically quantized input; AutoFP8 once called it activation_scale."""
-    found = module.some("input_scale", "activation_scale")
-    if not found:
-        module.need("input_scale", why)
-    return reader.tensors.scalar(found[0], why)
+    return reader.tensors.scalar(module.first("input_scale", "activation_scale", why=why), why)
 
 
 class Fp8Reader(_ListReader):
@@ -78,16 +75,13 @@ class Fp8Reader(_ListReader):
         why = f"fp8 with weight_block_size {list(block)}"
         if self._static:
             raise self.section.fail("weight_block_size is for dynamic activations, not static")
-        found = module.some("weight_scale_inv", "weight_scale")
-        if not found:
-            module.need("weight_scale_inv", why)
-        stored = self.tensors.dtype(found[0])
-        powers = self._powers or stored in ("U8", "F8_E8M0")
+        scale = module.first("weight_scale_inv", "weight_scale", why=why)
+        powers = self._powers or self.tensors.dtype(scale) in ("U8", "F8_E8M0")
         inp = Input(quant="fp8_group", group=block[1], power_of_two=powers)
         if block == (1, 32) and powers:
             inp = Input(quant="mxfp8")
         weight = module.parts["weight"]
-        return fp8_blocks(self.tensors, weight, found[0], block, why=why, inp=inp)
+        return fp8_blocks(self.tensors, weight, scale, block, why=why, inp=inp)
 
 
 class Mxfp8Reader(_ListReader):
@@ -95,8 +89,7 @@ class Mxfp8Reader(_ListReader):
         if not module.has("weight") or self.tensors.dtype(module.parts["weight"]) not in FP8:
             return None
         why = "mxfp8: an exponent for 32 elements"
-        found = module.some("weight_scale_inv", "weight_scale")
-        scale = found[0] if found else module.need("weight_scale_inv", why)
+        scale = module.first("weight_scale_inv", "weight_scale", why=why)
         return mxfp8(self.tensors, module.parts["weight"], scale, why, Input(quant="mxfp8"))
 
 
@@ -134,8 +127,7 @@ class BlockInt8Reader(_ListReader):
         if block is None or len(block) != 2 or min(block) < 1:
             raise self.section.fail("blockwise_int8 wants a weight_block_size of two numbers")
         why = f"blockwise_int8 with weight_block_size {list(block)}"
-        found = module.some("weight_scale_inv", "weight_scale")
-        scale = found[0] if found else module.need("weight_scale_inv", why)
+        scale = module.first("weight_scale_inv", "weight_scale", why=why)
         self.note("blockwise_int8: activations stay in 16 bits")
         return fp8_blocks(
             self.tensors, module.parts["weight"], scale, (block[0], block[1]), why=why, inp=Input()
@@ -159,8 +151,7 @@ class W4afp8Reader(Fp8Reader):
         why = f"w4afp8: int4 in groups of {self.GROUP}"
         weight = module.parts["weight"]
         n_out, half = self.tensors.matrix_shape(weight, ("I8",), why)
-        found = module.some("weight_scale_inv", "weight_scale")
-        scale = found[0] if found else module.need("weight_scale_inv", why)
+        scale = module.first("weight_scale_inv", "weight_scale", why=why)
         self.tensors.expect(scale, FLOATS, (n_out, cdiv(2 * half, self.GROUP)), why)
         inp = Input(quant="fp8")
         if module.has("input_scale"):

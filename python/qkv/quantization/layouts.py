@@ -2,7 +2,7 @@
 compressed-tensors' formats, and MLX's."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ class Layout:
     takes_group: bool = False
     # Codes are kept with an offset that the file does not have, or the other way round.
     flip: int = 0
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def is_mlx(self) -> bool:

@@ -138,8 +138,7 @@ def _fp8_blocks(reader: ModelOptReader, module: Module, why: str, settings: Sect
     size = settings.integer("group_size") or 128
     if size < 1:
         raise settings.fail(f"group_size is {size}")
-    found = module.some("weight_scale", "weight_scale_inv")
-    scale = found[0] if found else module.need("weight_scale", why)
+    scale = module.first("weight_scale", "weight_scale_inv", why=why)
     return fp8_blocks(
         reader.tensors, module.parts["weight"], scale, (size, size), why=why, inp=Input()
     )
@@ -179,8 +178,7 @@ def _fp8_input(reader: ModelOptReader, module: Module, why: str) -> Input:
 
 
 def _mxfp8(reader: ModelOptReader, module: Module, why: str, _: Section) -> Matrix:
-    found = module.some("weight_scale", "weight_scale_inv")
-    scale = found[0] if found else module.need("weight_scale", why)
+    scale = module.first("weight_scale", "weight_scale_inv", why=why)
     return mxfp8(reader.tensors, module.parts["weight"], scale, why, Input(quant="mxfp8"))
 
 

@@ -1,10 +1,12 @@
 """MXFP4 as gpt-oss has it: the experts of a layer in one tensor of blocks, [experts, rows, blocks,
 16 bytes], the even element in the low nibble, and their exponents, [experts, rows, blocks]."""
 
+import math
+
 from .. import _core
 from .matrix import E2M1, Array, Codes, Matrix
 from .names import by_glob, with_fused
-from .reader import Reader
+from .reader import Reader, scale_format
 from .section import Section
 from .tensors import Module, Tensors
 
@@ -31,15 +33,10 @@ class Mxfp4Reader(Reader):
             raise _core.CheckpointError(f"{module.name}_scales is missing: {why}")
         scales = module.parts["scales"]
         self.tensors.expect(scales, ("U8", "F8_E8M0"), shape[:-1], why)
-        n_out = 1
-        for n in shape[:-2]:
-            n_out *= n
         return Matrix(
-            shape=(n_out, 32 * shape[-2]),
+            shape=(math.prod(shape[:-2]), 32 * shape[-2]),
             codes=Codes(tensor=blocks, bits=4, meaning="table"),
             table=E2M1,
             group=32,
-            scale=Array(
-                tensor=scales, format="F8_E8M0" if self.tensors.dtype(scales) == "U8" else None
-            ),
+            scale=Array(tensor=scales, format=scale_format(self.tensors, scales, "F8_E8M0")),
         )

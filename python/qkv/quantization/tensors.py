@@ -72,6 +72,10 @@ class Module:
             raise _core.CheckpointError(f"{self.name}.{part} is missing: {why}")
         return self.parts[part]
 
+    def first(self, *parts: str, why: str) -> str:
+        """The first of these that is there, by tensor's name; the error names parts[0]."""
+        return next(iter(self.some(*parts)), "") or self.need(parts[0], why)
+
     def some(self, *parts: str) -> tuple[str, ...]:
         return tuple(self.parts[part] for part in parts if part in self.parts)
 
@@ -87,9 +91,6 @@ class Tensors:
         self._checkpoint = checkpoint
         rows = checkpoint.tensors()
         self._entries = {name: (dtype, shape) for name, dtype, shape, _ in rows}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
 
     def names(self) -> list[str]:
         return list(self._entries)
