@@ -484,7 +484,7 @@ STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False
     "inputs, expected",
     (
         (None, None),
-        (TOKEN, {"quant": "int8"}),
+        (TOKEN, {"quant": "int8", "steps": 127.5}),
         ({**TOKEN, "type": "float"}, {"quant": "fp8"}),
         ({**TOKEN, "type": "float", "strategy": "tensor"}, {"quant": "fp8"}),
         ({**TOKEN, "type": "float", "strategy": "group", "group_size": 128}, "fp8_group"),
