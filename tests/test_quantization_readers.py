@@ -245,6 +245,34 @@ def test_gptq_dynamic(find: Callable[..., Detected]) -> None:
 
 
 @pytest.mark.parametrize(
+    "pattern, hangs",
+    (
+        (r"(a+)+$", True),
+        (r"(?:a|aa)*b", True),
+        (r"(?P<name>(?:\w+)\.)+x", True),
+        (r"(a?){50}", True),
+        ("a?" * 20, True),
+        ("(a|a)" * 20, True),
+        (".*" * 7 + "x", True),
+        ("()" * 5000, True),
+        (r".*layers\.\d+\.mlp\.(gate|up|down)_proj$", False),
+        (r"^(?!.*(lm_head|router)).*$", False),
+        (r"model\.layers\.(?:[0-9]|1[0-9])\.[(+*|]*.*", False),
+    ),
+)
+def test_patterns_that_could_take_for_ever(
+    find: Callable[..., Detected], pattern: str, hangs: bool
+) -> None:
+    tensors, _ = gptq()
+    config = gptq_config(dynamic={f"-:{pattern}": {}})
+    if not hangs:
+        find(config, tensors)
+        return
+    with pytest.raises(_core.UnsupportedError, match="take for ever"):
+        find(config, tensors)
+
+
+@pytest.mark.parametrize(
     "changes, message",
     (
         ({"bits": 5}, "bits is 5"),
@@ -1188,6 +1216,14 @@ def test_bitsandbytes_int8(find: Callable[..., Detected]) -> None:
     found = find({"quant_method": "bitsandbytes", "load_in_8bit": True}, tensors)
     w = (scb.astype(np.float32) / np.float32(127))[:, None] * codes.astype(np.float32)
     assert np.array_equal(values(found, tensors, 32, 64), w)
+
+
+@pytest.mark.parametrize("k", (64, 96))  # rows of 96 are no whole blocks: scales are copied
+def test_bitsandbytes_scale_that_is_no_number(find: Callable[..., Detected], k: int) -> None:
+    tensors, _ = bnb(k=k)
+    tensors[f"{Q}.weight.absmax"][1][3] = np.nan
+    with pytest.raises(_core.CheckpointError, match="not a finite number"):
+        find(BNB, tensors)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,3 +207,17 @@ def test_quantized_activations_against_numpy(fixtures_dir: Path, name: str) -> N
     for ids, ours, unquantized in zip(prompts, got, plain, strict=True):
         wanted = forward.prompt_logprobs(config, weights, ids, np.float32, quantize)
         assert np.abs(ours - wanted).mean() <= np.abs(wanted - unquantized).mean() / 8
+
+
+@pytest.mark.parametrize("key", ("intermediate_size", "num_attention_heads", "head_dim"))
+def test_sizes_of_the_config_that_are_not_the_tensors(
+    fixtures_dir: Path, tmp_path: Path, key: str
+) -> None:
+    """Half of it once loaded the first half of the bytes: one scale for a matrix fits any size."""
+    folder = tmp_path / "model"
+    shutil.copytree(fixtures_dir / "fp8-static-autofp8-llama-g", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config[key] //= 2
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(qkv.CheckpointError, match="the config says"):
+        qkv.Engine(folder)

@@ -204,6 +204,20 @@ static enum qkv_status take_tensor(struct qkv_error *err, const struct reader *r
     return QKV_OK;
 }
 
+/* Rows may end in a word that is not full, and no more: with one scale for all of a matrix nothing
+ * else would tell that the config's sizes are not the tensor's. */
+static enum qkv_status check_row_length(struct qkv_error *err, const struct qkv_tensor *tensor,
+                                        const struct qkv_codes *codes, int64_t n_columns)
+{
+    const int64_t n_bytes = (n_columns * codes->bits + 7) / 8;
+    if (codes->row_bytes >= n_bytes + 4) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "%s: rows of %" PRId64 " bytes, the config says %" PRId64, tensor->name,
+                        codes->row_bytes, n_bytes);
+    }
+    return QKV_OK;
+}
+
 /* Codes [rows, cols]. */
 static enum qkv_status read_codes(struct qkv_error *err, const struct reader *r, const char *what,
                                   const struct qkv_json_node *node, int64_t rows, int64_t cols,
@@ -250,6 +264,7 @@ static enum qkv_status read_codes(struct qkv_error *err, const struct reader *r,
                             tensor->name, tensor->n_bytes, n_stored);
         }
         out->row_bytes = (int64_t)(tensor->n_bytes / (uint64_t)n_stored);
+        return check_row_length(err, tensor, out, out->transposed ? rows : cols);
     }
     return QKV_OK;
 }

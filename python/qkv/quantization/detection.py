@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .. import _core
 from . import mlx, modelopt
 from .auto_round import AutoRoundReader
@@ -253,6 +255,10 @@ def _check(matrix: Matrix, tensors: Tensors) -> None:
     for array in matrix.arrays():
         if array.tensor is not None:
             tensors.check_finite(array.tensor, array.format)
+        elif array.values is not None and not np.isfinite(array.values).all():
+            raise _core.CheckpointError(
+                f"{matrix.codes.tensor}: a scale is not a finite number: the file is damaged"
+            )
 
 
 def _refuse_leftovers(tensors: Tensors, used: set[str], said: str) -> None:

@@ -17,11 +17,37 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 Match = Callable[[str], str | None]  # a module's name -> the pattern that means it
 
 
+# What a pattern is made of once escapes and classes are letters: `x`, quantifiers, groups.
+_LETTERS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_GROUP = re.compile(r"\((?:\?[:=!>]|\?<[=!]|\?P?<\w+>)?([^()]*)\)([*+{]?)")
+_MOST_REPEATS, _LONGEST = 6, 4096
+
+
 def compile_pattern(section: Section, pattern: str) -> "re.Pattern[str]":
     try:
-        return re.compile(pattern)
+        compiled = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise section.fail(f"{pattern!r:.80} is no regular expression: {error}") from error
+    if _may_hang(pattern):
+        raise section.refuse(
+            f"{pattern!r:.80}: it is over {_LONGEST} characters, repeats what repeats or chooses, "
+            f"or repeats over {_MOST_REPEATS} times, and could take for ever: name the modules"
+        )
+    return compiled
+
+
+def _may_hang(pattern: str) -> bool:
+    """Whether a name could take exponential time: Python's `re` tries all ways to share it out."""
+    if len(pattern) > _LONGEST:
+        return True
+    left = _LETTERS.sub("x", pattern)
+    n_repeats = len(re.findall(r"[*+{]", left))
+    while (group := _GROUP.search(left)) is not None:
+        many = re.search(r"[*+{?|]", group[1]) is not None
+        if many and group[2]:
+            return True
+        left = f"{left[: group.start()]}{'x?' if many else 'x'}{group[2]}{left[group.end() :]}"
+    return n_repeats > _MOST_REPEATS or left.count("?") > 2 * _MOST_REPEATS
 
 
 def parents(module: str) -> Iterator[str]:
