@@ -221,3 +221,17 @@ def test_sizes_of_the_config_that_are_not_the_tensors(
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(qkv.CheckpointError, match="the config says"):
         qkv.Engine(folder)
+
+
+def test_descriptions_that_are_wrong(fixtures_dir: Path) -> None:
+    """Steps that are no number of steps once gave scales of 0 and below."""
+    folder = fixtures_dir / "ct-w8a8-int8-qwen3-s"
+    checkpoint = _core.Checkpoint(str(folder))
+    found = detect(checkpoint)
+    weight, shape = next(iter(found.shapes.items()))
+    for steps in (-1, 1e39):
+        changed = {**found.matrices[weight], "input": {"quant": "int8", "steps": steps}}
+        with pytest.raises(qkv.CheckpointError, match="steps of the input"):
+            checkpoint.matrix(weight, shape, *to_core({weight: changed}))
+    with pytest.raises(TypeError, match="matrices: int, must be a str"):
+        checkpoint.matrix(weight, shape, 1)  # type: ignore[arg-type]

@@ -42,6 +42,11 @@ int qkv_py_matrices(const struct qkv_py_state *state, PyObject *matrices, PyObje
     if (arrays != NULL && arrays != Py_None && take_arrays(arrays, out, &n_arrays) < 0) {
         return -1;
     }
+    if (!PyUnicode_Check(matrices)) {
+        PyErr_Format(PyExc_TypeError, "matrices: %.100s, must be a str",
+                     Py_TYPE(matrices)->tp_name);
+        return -1;
+    }
     Py_ssize_t length;
     const char *text = PyUnicode_AsUTF8AndSize(matrices, &length);
     if (text == NULL) {

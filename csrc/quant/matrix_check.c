@@ -248,6 +248,11 @@ static enum qkv_status check_input(const struct subject *s, const struct qkv_inp
                         "%s: scale of the input %g, must be finite and not negative", s->name,
                         (double)input->scale);
     }
+    if (!(input->steps >= 0.0f) || isinf(input->steps)) {
+        return qkv_fail(s->err, QKV_ERR_CHECKPOINT,
+                        "%s: steps of the input %g, must be finite and not negative", s->name,
+                        (double)input->steps);
+    }
     if (input->quant == QKV_INPUT_FP8_GROUP && input->group < 1) {
         return qkv_fail(s->err, QKV_ERR_CHECKPOINT, "%s: group of the input %d, must be 1 or more",
                         s->name, input->group);

@@ -35,7 +35,9 @@ def new_folder(out: Path, n_bytes: int) -> Iterator[Path]:
     """A folder to fill, which becomes `out` at the end; whatever happens, nothing else is left.
     OSError: `out` is there already and not empty, or the disk has no room for `n_bytes`."""
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
-        raise FileExistsError(errno.EEXIST, "it is there already, and is not an empty folder", out)
+        raise FileExistsError(
+            errno.EEXIST, "it is there already, and is not an empty folder", str(out)
+        )
     parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free
