@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,6 +221,19 @@ def test_sizes_of_the_config_that_are_not_the_tensors(
     config[key] //= 2
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(qkv.CheckpointError, match="the config says"):
+        qkv.Engine(folder)
+
+
+def test_shape_of_as_many_bytes(fixtures_dir: Path, tmp_path: Path) -> None:
+    """[64, 256] stored as [256, 64] once loaded without a word."""
+    folder = tmp_path / "model"
+    shutil.copytree(fixtures_dir / "quark-fp8-kv8-llama-g", folder)
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    changed = re.sub(rb'(k_proj\.weight":\{[^}]*)\[64, ?256\]', rb"\1[256,64]", content, count=1)
+    path.write_bytes(changed.ljust(len(content)))
+    assert len(changed) == len(content) and changed != content
+    with pytest.raises(qkv.CheckpointError, match="256 rows, the config says 64"):
         qkv.Engine(folder)
 
 

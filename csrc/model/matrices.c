@@ -264,6 +264,11 @@ static enum qkv_status read_codes(struct qkv_error *err, const struct reader *r,
                             tensor->name, tensor->n_bytes, n_stored);
         }
         out->row_bytes = (int64_t)(tensor->n_bytes / (uint64_t)n_stored);
+        if (order == QKV_ORDER_ROWS && tensor->n_dims == 2 && tensor->shape[0] != n_stored) {
+            return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                            "%s: %" PRId64 " rows, the config says %" PRId64, tensor->name,
+                            tensor->shape[0], n_stored);
+        }
         return check_row_length(err, tensor, out, out->transposed ? rows : cols);
     }
     return QKV_OK;
