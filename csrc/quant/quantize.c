@@ -16,9 +16,12 @@ static bool input_from_name(const char *name, struct qkv_input *out)
         const char *name;
         struct qkv_input input;
     } INPUTS[] = {
-        {"int8", {.quant = QKV_INPUT_INT8}},   {"fp8", {.quant = QKV_INPUT_FP8}},
-        {"mxfp8", {.quant = QKV_INPUT_MXFP8}}, {"fp8_group", {QKV_INPUT_FP8_GROUP, .group = 128}},
-        {"mxfp4", {.quant = QKV_INPUT_MXFP4}}, {"nvfp4", {.quant = QKV_INPUT_NVFP4}},
+        {"int8", {.quant = QKV_INPUT_INT8, .steps = 127.5f}},
+        {"fp8", {.quant = QKV_INPUT_FP8}},
+        {"mxfp8", {.quant = QKV_INPUT_MXFP8}},
+        {"fp8_group", {QKV_INPUT_FP8_GROUP, .group = 128}},
+        {"mxfp4", {.quant = QKV_INPUT_MXFP4}},
+        {"nvfp4", {.quant = QKV_INPUT_NVFP4}},
     };
     for (size_t i = 0; i < sizeof INPUTS / sizeof INPUTS[0]; i++) {
         if (strcmp(INPUTS[i].name, name) == 0) {
