@@ -36,8 +36,10 @@ def engine_options(
         help="what a 16-bit checkpoint is quantized to while it is loaded, or what the checkpoint "
         "must be (default: as it is; qkv info lists the names)")  # fmt: skip
     add("--quantization-param-path", metavar="FILE", help="JSON file with KV scales")
-    add("--fp8-gemm-backend", default="auto", metavar="NAME", help=argparse.SUPPRESS)
-    add("--fp4-gemm-backend", default="auto", metavar="NAME", help=argparse.SUPPRESS)
+    add("--fp8-gemm-backend", default="auto", metavar="NAME",
+        help="GEMM for FP8 weights (default: auto; qkv info lists the names)")  # fmt: skip
+    add("--fp4-gemm-backend", default="auto", metavar="NAME",
+        help="GEMM for FP4 weights (default: auto; qkv info lists the names)")  # fmt: skip
     add("--compute-dtype", default="bf16", choices=("bf16", "float32"),
         help="float32: the slow reference arithmetic (default: bf16)")  # fmt: skip
     add("--activation-quant", default="checkpoint", choices=("checkpoint", "off", "int8"),

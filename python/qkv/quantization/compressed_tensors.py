@@ -20,6 +20,7 @@ from .reader import (
     mxfp4,
     mxfp8,
     nvfp4,
+    reciprocal,
     row_factor,
 )
 from .section import Section
@@ -353,8 +354,8 @@ class _Scheme:
             "input_global_scale"
         ):
             return 0.0
-        value = self.tensors.scalar(self._need("input_global_scale"), self.why)
-        return float(np.float32(1) / np.float32(value))
+        name = self._need("input_global_scale")
+        return reciprocal(self.tensors.scalar(name, self.why), name)
 
     def _need(self, part: str) -> str:
         return self.module.need(part, self.why)

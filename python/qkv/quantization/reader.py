@@ -132,8 +132,8 @@ def nvfp4(
     tensors.expect(scale, ("F8_E4M3", "U8"), (n_out, cdiv(2 * half, 16)), why)
     if factor is not None:
         value = tensors.scalar(factor, why)
-        if inverted and not np.isfinite(np.float32(1) / np.float32(value)):
-            raise _core.CheckpointError(f"{factor}: {value:g} has no reciprocal")
+        if inverted:
+            reciprocal(value, factor)
     return Matrix(
         shape=(n_out, 2 * half),
         codes=Codes(tensor=weight, bits=4, meaning="table"),
@@ -151,3 +151,12 @@ def all_zero(tensors: Tensors, name: str) -> bool:
     if tensors.dtype(name) in FLOATS:
         return not tensors.floats(name).any()
     return not tensors.raw(name).any()
+
+
+def reciprocal(value: float, name: str) -> float:
+    """1 / value in float32; an error that names the tensor if that is not finite."""
+    with np.errstate(over="ignore", divide="ignore"):
+        found = float(np.float32(1) / np.float32(value))
+    if not np.isfinite(found):
+        raise _core.CheckpointError(f"{name}: {value:g} has no reciprocal")
+    return found

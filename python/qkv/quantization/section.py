@@ -13,6 +13,8 @@ _MAX_FILE_BYTES = 64 << 20
 def read_json(path: Path) -> Mapping[str, Any] | None:
     """The object in a file; None if there is no such file."""
     try:
+        if not path.is_file() and path.exists():
+            raise _core.CheckpointError(f"{path}: no regular file")
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise _core.CheckpointError(f"{path}: over {_MAX_FILE_BYTES >> 20} MiB")
         content = json.loads(path.read_bytes())
