@@ -110,8 +110,14 @@ class Build:
         flags = [flag for flag in self.setup.HOST_FLAGS if flag != "-Wconversion"]
         flags.append("-Wno-error=maybe-uninitialized")
 
+        # Each once: programs share some of them.
+        distinct = list(dict.fromkeys(source for group in sources for source in group))
+        with ThreadPoolExecutor(self.jobs) as pool:
+            compiled = pool.map(lambda source: self.compile(source, flags), distinct)
+            object_of = dict(zip(distinct, compiled, strict=True))
+
         def build(group: list[str]) -> Path | None:
-            objects = [self.compile(source, flags) for source in group]
+            objects = [object_of[source] for source in group]
             if not all(path.exists() for path in objects):
                 return None
             program = self.out / Path(group[0]).stem
