@@ -52,7 +52,7 @@ def test_forms_are_checked(fixtures_dir: Path) -> None:
         ({}, KeyError, "no shape"),
         ({**found.shapes, name: [rows, cols]}, TypeError, "tuple"),
         ({**found.shapes, name: (rows,)}, TypeError, "argument"),
-        ({**found.shapes, name: (2 * rows, cols)}, qkv.CheckpointError, "are needed"),
+        ({**found.shapes, name: (2 * rows, cols)}, qkv.CheckpointError, "the config says"),
         ([], TypeError, "dict"),
     ]
     for shapes, kind, words in wrong:
