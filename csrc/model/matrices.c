@@ -161,6 +161,19 @@ static enum qkv_status read_int(struct qkv_error *err, const struct reader *r,
     return QKV_OK;
 }
 
+static enum qkv_status read_float(struct qkv_error *err, const struct qkv_json_node *object,
+                                  const char *key, float *inout)
+{
+    const struct qkv_json_node *node = qkv_json_find(object, key);
+    double value;
+    if (node == NULL) {
+        return QKV_OK;
+    }
+    QKV_TRY(qkv_json_as_double(err, node, key, &value));
+    *inout = (float)value;
+    return QKV_OK;
+}
+
 static enum qkv_status read_bool(struct qkv_error *err, const struct qkv_json_node *object,
                                  const char *key, bool *inout)
 {
@@ -390,21 +403,13 @@ static enum qkv_status read_input(struct qkv_error *err, const struct reader *r)
     struct qkv_input *input = &r->out->matrix.input;
     int quant;
     int64_t group = 0;
-    double scale = 0.0;
     QKV_TRY(read_choice(err, r, node, "quant", QUANTS, &quant));
     QKV_TRY(read_int(err, r, node, "group", 0, 65536, &group));
     QKV_TRY(read_bool(err, node, "power_of_two", &input->power_of_two));
-    if (qkv_json_find(node, "scale") != NULL) {
-        QKV_TRY(qkv_json_as_double(err, qkv_json_find(node, "scale"), "scale", &scale));
-    }
-    double steps = 0.0;
-    if (qkv_json_find(node, "steps") != NULL) {
-        QKV_TRY(qkv_json_as_double(err, qkv_json_find(node, "steps"), "steps", &steps));
-    }
-    input->steps = (float)steps;
+    QKV_TRY(read_float(err, node, "scale", &input->scale));
+    QKV_TRY(read_float(err, node, "steps", &input->steps));
     input->quant = (enum qkv_input_quant)quant;
     input->group = (int32_t)group;
-    input->scale = (float)scale;
     return QKV_OK;
 }
 

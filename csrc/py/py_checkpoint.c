@@ -344,7 +344,20 @@ static PyObject *dequantize_tensor(PyObject *object, const struct qkv_tensor *te
     return values;
 }
 
-static PyObject *checkpoint_dequantize(PyObject *object, PyObject *name_object)
+static PyObject *copy_tensor(PyObject *object, const struct qkv_tensor *tensor)
+{
+    (void)object;
+    npy_intp n_bytes = (npy_intp)tensor->n_bytes;
+    PyObject *result = PyArray_SimpleNew(1, &n_bytes, NPY_UINT8);
+    if (result != NULL && n_bytes != 0) {
+        memcpy(PyArray_DATA((PyArrayObject *)result), tensor->data, (size_t)n_bytes);
+    }
+    return result;
+}
+
+/* What `build` makes of the tensor with this name. */
+static PyObject *of_tensor(PyObject *object, PyObject *name_object,
+                           PyObject *(*build)(PyObject *object, const struct qkv_tensor *tensor))
 {
     const char *name = PyUnicode_AsUTF8(name_object);
     if (name == NULL) {
@@ -359,35 +372,20 @@ static PyObject *checkpoint_dequantize(PyObject *object, PyObject *name_object)
     if (tensor == NULL) {
         PyErr_Format(PyExc_KeyError, "%R: there is no such tensor", name_object);
     } else {
-        result = dequantize_tensor(object, tensor);
+        result = build(object, tensor);
     }
     leave(object);
     return result;
 }
 
-static PyObject *checkpoint_bytes(PyObject *object, PyObject *name_object)
+static PyObject *checkpoint_dequantize(PyObject *object, PyObject *name)
 {
-    const char *name = PyUnicode_AsUTF8(name_object);
-    if (name == NULL) {
-        return NULL;
-    }
-    struct qkv_weights *weights = enter(object);
-    if (weights == NULL) {
-        return NULL;
-    }
-    PyObject *result = NULL;
-    const struct qkv_tensor *tensor = qkv_weights_find(weights, name);
-    if (tensor == NULL) {
-        PyErr_Format(PyExc_KeyError, "%R: there is no such tensor", name_object);
-    } else {
-        npy_intp n_bytes = (npy_intp)tensor->n_bytes;
-        result = PyArray_SimpleNew(1, &n_bytes, NPY_UINT8);
-        if (result != NULL && n_bytes != 0) {
-            memcpy(PyArray_DATA((PyArrayObject *)result), tensor->data, (size_t)n_bytes);
-        }
-    }
-    leave(object);
-    return result;
+    return of_tensor(object, name, dequantize_tensor);
+}
+
+static PyObject *checkpoint_bytes(PyObject *object, PyObject *name)
+{
+    return of_tensor(object, name, copy_tensor);
 }
 
 /* [rows, cols] by the definition of quant/matrix.h. */

@@ -82,9 +82,6 @@ enum qkv_code qkv_target_code(const struct qkv_target *target)
     return QKV_CODE_T4;
 }
 
-static const float E2M1_TABLE[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
-                                     -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
-
 /* bitsandbytes 0.50, functional.py: quantiles of the normal distribution. */
 static const float NF4_TABLE[16] = {-1.0f,
                                     -0.6961928009986877f,
@@ -459,7 +456,9 @@ static void describe(const struct work *w)
         .k_scale = w->source->k_scale,
         .input = t->input,
     };
-    memcpy(m->table, t->kind == QKV_TARGET_NF4 ? NF4_TABLE : E2M1_TABLE, sizeof m->table);
+    for (uint8_t i = 0; i < sizeof m->table / sizeof m->table[0]; i++) {
+        m->table[i] = t->kind == QKV_TARGET_NF4 ? NF4_TABLE[i] : qkv_e2m1_to_f32(i);
+    }
     if (q->mins != NULL) {
         m->min = m->scale;
         m->min.data = q->mins;

@@ -91,9 +91,8 @@ class Inspection:
         rows = [("quantization", f"{self.quantization}{matrices} ({self.quantization_source})")]
         rows += [(f"  {count}", f"as {form}") for form, count in self.quantized_forms.items()]
         if self.quantization_ignored:
-            shown = ", ".join(list(self.quantization_ignored)[:3])
-            more = ", ..." if len(self.quantization_ignored) > 3 else ""
-            rows.append(("  excluded", f"{len(self.quantization_ignored)} modules: {shown}{more}"))
+            shown = tables.first(list(self.quantization_ignored))
+            rows.append(("  excluded", f"{len(self.quantization_ignored)} modules: {shown}"))
         return rows + [("  note", note) for note in self.quantization_notes]
 
     def _rows(self) -> list[tuple[str, str]]:

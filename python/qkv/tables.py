@@ -18,6 +18,11 @@ def text(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -
     return "\n".join(lines)
 
 
+def first(names: Sequence[str], n: int = 3) -> str:
+    """ "a, b, c", or "a, b, c, ..." where there are more than n."""
+    return ", ".join(names[:n]) + (", ..." if len(names) > n else "")
+
+
 def as_html(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A <table>, everything escaped."""
 

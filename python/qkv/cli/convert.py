@@ -4,6 +4,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
+from .. import tables
 from ..inspection import size
 from ..quantization import convert
 from .arguments import FORMATTER, MODEL_HELP
@@ -54,7 +55,7 @@ def _convert(args: argparse.Namespace) -> int:
         f"{done.folder}: {done.n_quantized} matrices in {done.quantization}, {size(done.n_bytes)}"
     ]
     if done.left:
-        shown = ", ".join(done.left[:3]) + (", ..." if len(done.left) > 3 else "")
+        shown = tables.first(done.left)
         lines.append(f"{len(done.left)} stay as they are, their rows do not divide: {shown}")
     lines += [f"note: {note}" for note in done.notes]
     return show(args, lambda: asdict(done), "\n".join(lines))

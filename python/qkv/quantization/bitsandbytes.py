@@ -1,9 +1,7 @@
 """bitsandbytes: nf4 and fp4 (flat, the first of two codes in the high nibble, a scale for each 64
 of the flat array, which may be quantized itself) and int8 (a scale per row, over 127)."""
 
-import json
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -11,7 +9,7 @@ from .. import _core
 from .matrix import Array, Codes, Matrix
 from .names import by_substring, with_fused
 from .reader import Reader, cdiv
-from .section import Section
+from .section import Section, json_object
 from .tensors import Module, Tensors
 
 _STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
@@ -93,13 +91,7 @@ class BitsandbytesReader(Reader):
         )
 
     def _state(self, name: str) -> Section:
-        try:
-            content = json.loads(self.tensors.raw(name).tobytes())
-        except (ValueError, RecursionError) as error:
-            raise _core.CheckpointError(f"{name}: not JSON: {error}") from error
-        if not isinstance(content, Mapping):
-            raise _core.CheckpointError(f"{name}: must hold an object")
-        return Section(content, name)
+        return Section(json_object(self.tensors.raw(name).tobytes(), name), name)
 
     def _shape(self, state: Section, weight: str, name: str) -> tuple[int, int]:
         shape = state.integers("shape")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import _core
+from .. import _core, tables
 from . import mlx, modelopt
 from .auto_round import AutoRoundReader
 from .awq import AwqReader
@@ -246,8 +246,7 @@ def _is_linear(tensors: Tensors, module: Module) -> bool:
 
 def _note_some(notes: list[str], modules: list[str], what: str) -> None:
     if modules:
-        shown = ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
-        notes.append(f"{len(modules)} modules are {what}: {shown}")
+        notes.append(f"{len(modules)} modules are {what}: {tables.first(modules)}")
 
 
 def _check(matrix: Matrix, tensors: Tensors) -> None:

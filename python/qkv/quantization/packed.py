@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .. import _core
+from .. import _core, tables
 from .detection import Detected
 from .tensors import FLOATS
 from .wire import to_core
@@ -69,9 +69,8 @@ def notes(found: Detected, packed: Forms) -> list[str]:
     fell_back = fallbacks(packed)
     if not fell_back:
         return list(found.notes)
-    shown = ", ".join(fell_back[:3]) + (", ..." if len(fell_back) > 3 else "")
     return [
         *found.notes,
         f"{len(fell_back)} matrices fit no form of the GEMM and are dequantized to two bf16 terms, "
-        f"4 bytes a weight: {shown}",
+        f"4 bytes a weight: {tables.first(fell_back)}",
     ]

@@ -17,13 +17,20 @@ def read_json(path: Path) -> Mapping[str, Any] | None:
             raise _core.CheckpointError(f"{path}: no regular file")
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise _core.CheckpointError(f"{path}: over {_MAX_FILE_BYTES >> 20} MiB")
-        content = json.loads(path.read_bytes())
+        text = path.read_bytes()
     except FileNotFoundError:
         return None
+    return json_object(text, str(path))
+
+
+def json_object(text: bytes, name: str) -> Mapping[str, Any]:
+    """The object that a JSON text is; errors begin with `name`."""
+    try:
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _core.CheckpointError(f"{path}: not JSON: {error}") from error
+        raise _core.CheckpointError(f"{name}: not JSON: {error}") from error
     if not isinstance(content, Mapping):
-        raise _core.CheckpointError(f"{path}: must hold an object")
+        raise _core.CheckpointError(f"{name}: must hold an object")
     return content
 
 
