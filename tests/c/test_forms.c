@@ -9,18 +9,13 @@
 #include <math.h>
 #include <stdbool.h>
 
-#include "backend/backend.h"
 #include "base/half.h"
-#include "check.h"
-#include "dispatch.h"
+#include "linear_device.h"
 #include "quant/matrix.h"
 #include "random_values.h"
 
 static const double CLASS_SUM = 0x1p-18;
 static const double CLASS_TWO_TERMS = 0x1p-15;
-
-static const struct qkv_backend *cpu;
-static struct qkv_error err;
 
 static const float e2m1_table[16] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
                                      -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
@@ -204,26 +199,6 @@ static struct parts take_apart(const struct qkv_matrix *m, const struct qkv_form
 
 /* ---- running ---- */
 
-static struct qkv_device *open_device(const char *isa, enum qkv_compute compute,
-                                      enum qkv_activations activations, int n_threads)
-{
-    struct qkv_device_options options = {
-        .n_threads = n_threads, .compute = compute, .activations = activations, .isa = isa};
-    struct qkv_device *dev = NULL;
-    CHECK_OK(cpu->open(&err, &options, &dev), err);
-    return dev;
-}
-
-static struct qkv_buffer *make_buffer(struct qkv_device *dev, const float *data, size_t n)
-{
-    struct qkv_buffer *buffer = NULL;
-    CHECK_OK(cpu->buffer_create(&err, dev, n * sizeof *data, &buffer), err);
-    if (data != NULL) {
-        CHECK_OK(cpu->upload(&err, dev, buffer, 0, data, n * sizeof *data), err);
-    }
-    return buffer;
-}
-
 /* Weights of one linear and their device. */
 struct bench {
     struct qkv_device *dev;
@@ -274,11 +249,6 @@ static float *run(const struct bench *b, const float *x, int32_t x_rows, const i
     cpu->buffer_destroy(b->dev, (struct qkv_buffer *)args.x);
     cpu->buffer_destroy(b->dev, args.y);
     return y;
-}
-
-static bool same_bits(const float *a, const float *b, size_t n)
-{
-    return memcmp(a, b, n * sizeof *a) == 0;
 }
 
 /* Every number of rows that has a path of its own, out of `x_rows`, on one thread or two. */
@@ -396,23 +366,11 @@ static void check_embed(const struct qkv_matrix *m, enum qkv_compute compute,
     enum { ROWS = 3 };
     size_t k = (size_t)m->k_in;
     int32_t tokens[ROWS] = {(int32_t)m->n_out - 1, 0, (int32_t)m->n_out / 2};
-    int32_t positions[ROWS] = {0, 1, 2};
-    int32_t pages[1] = {0};
-    struct qkv_batch_seq seq = {.n_rows = ROWS, .pages = pages, .n_pages = 1};
-    struct qkv_kv *lane = NULL;
-    struct qkv_batch batch = {.n_rows = ROWS,
-                              .tokens = tokens,
-                              .positions = positions,
-                              .n_seqs = 1,
-                              .seqs = &seq,
-                              .lanes = &lane,
-                              .n_lanes = 1};
     struct bench b = open_bench(NULL, compute, activations, 1, &m, 1);
     struct qkv_buffer *x = make_buffer(b.dev, NULL, ROWS * k);
     float *out = allocate(ROWS * k * sizeof *out);
     float *want = allocate(k * sizeof *want);
-    CHECK_OK(cpu->begin(&err, b.dev, &batch), err);
-    CHECK_OK(cpu->embed(&err, b.dev, b.weight[0], 1, x), err);
+    embed_three(b.dev, b.weight[0], tokens, x);
     CHECK_OK(cpu->download(&err, b.dev, x, 0, out, ROWS * k * sizeof *out), err);
     for (int32_t r = 0; r < ROWS; r++) {
         qkv_matrix_values(m, tokens[r], 0, m->k_in, want);
@@ -864,11 +822,6 @@ static void test_all_forms(void)
             }
         }
     }
-}
-
-static void find_backend(void)
-{
-    cpu = qkv_cpu_backend();
 }
 
 CHECK_MAIN(find_backend, test_all_forms, test_quantized_inputs, test_int8_inputs, test_extreme_rows,

@@ -5,17 +5,13 @@
 #include <math.h>
 #include <stdbool.h>
 
-#include "backend/backend.h"
 #include "base/half.h"
-#include "check.h"
-#include "dispatch.h"
+#include "linear_device.h"
 #include "quant/codec.h"
 #include "quant/formats.h"
 #include "random_blocks.h"
 #include "random_values.h"
 
-static const struct qkv_backend *cpu;
-static struct qkv_error err;
 static bool in_codes(enum qkv_format format)
 {
     enum qkv_code code = qkv_format_traits(format)->code;
@@ -104,26 +100,6 @@ struct job {
     enum qkv_activations activations;
 };
 
-static struct qkv_device *open_device(const char *isa, enum qkv_activations activations,
-                                      int n_threads)
-{
-    struct qkv_device_options options = {
-        .n_threads = n_threads, .activations = activations, .isa = isa};
-    struct qkv_device *dev = NULL;
-    CHECK_OK(cpu->open(&err, &options, &dev), err);
-    return dev;
-}
-
-static struct qkv_buffer *make_buffer(struct qkv_device *dev, const float *data, size_t n)
-{
-    struct qkv_buffer *buffer = NULL;
-    CHECK_OK(cpu->buffer_create(&err, dev, n * sizeof(float), &buffer), err);
-    if (data != NULL) {
-        CHECK_OK(cpu->upload(&err, dev, buffer, 0, data, n * sizeof(float)), err);
-    }
-    return buffer;
-}
-
 static struct qkv_weight *make_weight(struct qkv_device *dev, const struct matrix *m)
 {
     struct qkv_matrix desc = {
@@ -136,7 +112,7 @@ static struct qkv_weight *make_weight(struct qkv_device *dev, const struct matri
 /* [n_rows, columns] */
 static float *run_job(const char *isa, int n_threads, const struct job *job)
 {
-    struct qkv_device *dev = open_device(isa, job->activations, n_threads);
+    struct qkv_device *dev = open_device(isa, QKV_COMPUTE_BF16, job->activations, n_threads);
     size_t k = (size_t)job->m[0]->k;
     size_t width = job->prologue == QKV_PROLOGUE_GATED ? 2 * k : k;
     size_t n_y = 0;
@@ -164,11 +140,6 @@ static float *run_job(const char *isa, int n_threads, const struct job *job)
     cpu->buffer_destroy(dev, args.y);
     cpu->close(dev);
     return y;
-}
-
-static bool same_bits(const float *a, const float *b, size_t n)
-{
-    return memcmp(a, b, n * sizeof *a) == 0;
 }
 
 /* ---- tests ---- */
@@ -317,24 +288,12 @@ static void check_embed(enum qkv_format format)
     enum { N = 35, K = 512, ROWS = 3 };
     struct matrix m = make_matrix(format, N, K);
     int32_t tokens[ROWS] = {34, 0, 32};
-    int32_t positions[ROWS] = {0, 1, 2};
-    int32_t pages[1] = {0};
-    struct qkv_batch_seq seq = {.n_rows = ROWS, .pages = pages, .n_pages = 1};
-    struct qkv_kv *lane = NULL;
-    struct qkv_batch batch = {.n_rows = ROWS,
-                              .tokens = tokens,
-                              .positions = positions,
-                              .n_seqs = 1,
-                              .seqs = &seq,
-                              .lanes = &lane,
-                              .n_lanes = 1};
-    struct qkv_device *dev = open_device(NULL, QKV_ACTIVATIONS_INT8, 1);
+    struct qkv_device *dev = open_device(NULL, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_INT8, 1);
     struct qkv_weight *table = make_weight(dev, &m);
     struct qkv_buffer *x = make_buffer(dev, NULL, ROWS * K);
     float out[ROWS * K];
     float want[K];
-    CHECK_OK(cpu->begin(&err, dev, &batch), err);
-    CHECK_OK(cpu->embed(&err, dev, table, 1, x), err);
+    embed_three(dev, table, tokens, x);
     CHECK_OK(cpu->download(&err, dev, x, 0, out, sizeof out), err);
     for (int32_t r = 0; r < ROWS; r++) {
         const uint8_t *row = m.blocks + (size_t)tokens[r] * row_bytes(&m);
@@ -364,25 +323,20 @@ static void test_support(void)
                                       .v_format = QKV_KV_FORMAT_COUNT,
                                       .weight_format = QKV_FORMAT_COUNT,
                                       .int8 = &codes};
-    struct qkv_device *dev = open_device(NULL, QKV_ACTIVATIONS_INT8, 1);
+    struct qkv_device *dev = open_device(NULL, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_INT8, 1);
     CHECK_OK(cpu->supports(&err, dev, &query), err);
     query.int8 = &values;
     CHECK_ERROR(cpu->supports(&err, dev, &query), err, QKV_ERR_UNSUPPORTED, "bf16");
     query.int8 = NULL;
     CHECK_OK(cpu->supports(&err, dev, &query), err);
     cpu->close(dev);
-    dev = open_device(NULL, QKV_ACTIVATIONS_BF16, 1);
+    dev = open_device(NULL, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16, 1);
     query.int8 = &codes;
     CHECK_ERROR(cpu->supports(&err, dev, &query), err, QKV_ERR_UNSUPPORTED, "bf16");
     cpu->close(dev);
     struct qkv_device_options options = {
         .n_threads = 1, .compute = QKV_COMPUTE_F32, .activations = QKV_ACTIVATIONS_INT8};
     CHECK_ERROR(cpu->open(&err, &options, &dev), err, QKV_ERR_ARGUMENT, "float32");
-}
-
-static void find_backend(void)
-{
-    cpu = qkv_cpu_backend();
 }
 
 CHECK_MAIN(find_backend, test_definition, test_rows_and_forms, test_extreme_rows, test_embed,

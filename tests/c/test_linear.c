@@ -10,10 +10,8 @@
 #include <math.h>
 #include <stdbool.h>
 
-#include "backend/backend.h"
 #include "base/half.h"
-#include "check.h"
-#include "dispatch.h"
+#include "linear_device.h"
 #include "quant/codec.h"
 #include "quant/formats.h"
 #include "random_blocks.h"
@@ -22,27 +20,6 @@
 static const double CLASS_SUM = 0x1p-18;
 static const double CLASS_TWO_TERMS = 0x1p-15;
 static const double CLASS_ROUNDED = 0x1p-8;
-
-static const struct qkv_backend *cpu;
-static struct qkv_error err;
-
-static struct qkv_device *open_device(const char *isa, enum qkv_compute compute, int n_threads)
-{
-    struct qkv_device_options options = {.n_threads = n_threads, .compute = compute, .isa = isa};
-    struct qkv_device *dev = NULL;
-    CHECK_OK(cpu->open(&err, &options, &dev), err);
-    return dev;
-}
-
-static struct qkv_buffer *make_buffer(struct qkv_device *dev, const float *data, size_t n)
-{
-    struct qkv_buffer *buffer = NULL;
-    CHECK_OK(cpu->buffer_create(&err, dev, n * sizeof *data, &buffer), err);
-    if (data != NULL) {
-        CHECK_OK(cpu->upload(&err, dev, buffer, 0, data, n * sizeof *data), err);
-    }
-    return buffer;
-}
 
 /* ---- weights ---- */
 
@@ -174,7 +151,7 @@ static int32_t job_columns(const struct job *job)
 static float *run_job(const char *isa, enum qkv_compute compute, int n_threads,
                       const struct job *job, const float *y_start)
 {
-    struct qkv_device *dev = open_device(isa, compute, n_threads);
+    struct qkv_device *dev = open_device(isa, compute, QKV_ACTIVATIONS_BF16, n_threads);
     size_t n_y = (size_t)job->n_rows * (size_t)job_columns(job);
     struct qkv_linear args = {
         .x = make_buffer(dev, job->x, job->x_floats),
@@ -276,11 +253,6 @@ static double worst_error(const struct job *job, enum qkv_compute compute, const
     }
     free(in);
     return worst;
-}
-
-static bool same_bits(const float *a, const float *b, size_t n)
-{
-    return memcmp(a, b, n * sizeof *a) == 0;
 }
 
 /* ---- formats ---- */
@@ -581,7 +553,7 @@ static void check_embed(const char *isa, enum qkv_compute compute, enum qkv_form
                               .seqs = &seq,
                               .lanes = &lane,
                               .n_lanes = 1};
-    struct qkv_device *dev = open_device(isa, compute, 2);
+    struct qkv_device *dev = open_device(isa, compute, QKV_ACTIVATIONS_BF16, 2);
     struct qkv_weight *table = make_weight(dev, &m, row_index);
     struct qkv_buffer *x = make_buffer(dev, NULL, ROWS * K);
     CHECK_ERROR(cpu->embed(&err, dev, table, 1, x), err, QKV_ERR_STATE, "batch");
@@ -633,7 +605,7 @@ static void test_norm_add(void)
         if (!isa->usable()) {
             continue;
         }
-        struct qkv_device *dev = open_device(isa->name, QKV_COMPUTE_BF16, 2);
+        struct qkv_device *dev = open_device(isa->name, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16, 2);
         struct qkv_buffer *bx = make_buffer(dev, x, ROWS * DIM);
         struct qkv_buffer *by = make_buffer(dev, y, ROWS * DIM);
         struct qkv_buffer *bn = make_buffer(dev, norm, DIM);
@@ -694,7 +666,7 @@ static void test_isa_choice(void)
     CHECK(setenv("QKV_ISA", "mmx", 1) == 0);
     CHECK_ERROR(cpu->open(&err, &options, &dev), err, QKV_ERR_UNSUPPORTED, "\"mmx\"");
     CHECK(setenv("QKV_ISA", "scalar", 1) == 0);
-    dev = open_device(NULL, QKV_COMPUTE_BF16, 1);
+    dev = open_device(NULL, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16, 1);
     struct qkv_device_info info;
     cpu->info(dev, &info);
     CHECK_EQ_STR(info.isa, "scalar");
@@ -714,7 +686,7 @@ static void test_bad_weights(void)
 {
     static const uint8_t data[1024];
     static const int32_t row_index[2] = {0, 2};
-    struct qkv_device *dev = open_device(NULL, QKV_COMPUTE_BF16, 1);
+    struct qkv_device *dev = open_device(NULL, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16, 1);
     struct qkv_matrix good = {
         .name = "blk.0.w", .format = QKV_FORMAT_Q8_0, .n_out = 2, .k_in = 64, .blocks = data};
     struct qkv_matrix bad = good;
@@ -742,7 +714,7 @@ static void test_bad_weights(void)
 
 static void test_bad_linear(void)
 {
-    struct qkv_device *dev = open_device(NULL, QKV_COMPUTE_BF16, 1);
+    struct qkv_device *dev = open_device(NULL, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16, 1);
     struct matrix m = make_matrix(QKV_FORMAT_BF16, 3, 8);
     struct matrix other = make_matrix(QKV_FORMAT_BF16, 3, 9);
     struct qkv_weight *w = make_weight(dev, &m, NULL);
@@ -785,7 +757,7 @@ static void test_bad_linear(void)
 
 static void test_bad_batches(void)
 {
-    struct qkv_device *dev = open_device(NULL, QKV_COMPUTE_BF16, 1);
+    struct qkv_device *dev = open_device(NULL, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16, 1);
     int32_t tokens[3] = {0};
     int32_t positions[3] = {14, 15, 16};
     int32_t pages[2] = {0, 1};
@@ -817,13 +789,13 @@ static void test_bad_batches(void)
     cpu->close(dev);
 }
 
-static void find_backend(void)
+static void check_backend(void)
 {
-    cpu = qkv_cpu_backend();
+    find_backend();
     CHECK_EQ_INT(cpu->abi, QKV_BACKEND_ABI);
     CHECK_EQ_INT(cpu->size, sizeof *cpu);
 }
 
-CHECK_MAIN(find_backend, test_isa_choice, test_formats, test_many_rows, test_prologues_epilogues,
+CHECK_MAIN(check_backend, test_isa_choice, test_formats, test_many_rows, test_prologues_epilogues,
            test_nonfinite, test_largest_weight, test_embed, test_norm_add, test_bad_weights,
            test_bad_linear, test_bad_batches)
