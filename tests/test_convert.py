@@ -65,6 +65,49 @@ def test_the_engine_reads_what_was_written(
     )
 
 
+@pytest.mark.parametrize(
+    ("per", "declares", "strategy"),
+    [(1, True, "tensor"), (2, True, "attn_head"), (1, False, None)],
+)
+def test_scales_of_the_kv_cache_are_kept(
+    tiny: Callable[..., Path], tmp_path: Path, per: int, declares: bool, strategy: str | None
+) -> None:
+    """Whatever they are called, and a declared FP8 cache stays one."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny("llama", **SHAPE), model)
+    config = json.loads((model / "config.json").read_text())
+    scales = {
+        f"model.layers.{layer}.self_attn.{kind}_proj.output_scale": np.full(
+            per, value * 2.0**layer, np.float32
+        )
+        for layer in range(2)
+        for kind, value in (("k", 0.5), ("v", 0.75))
+    }
+    make_tiny.write_safetensors(
+        model / "model.safetensors",
+        make_tiny.make_tensors(config, 0) | scales,
+        dict.fromkeys(scales, "F32"),
+    )
+    if declares:
+        own = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+        (model / "hf_quant_config.json").write_text(json.dumps(own))
+    assert convert.convert(model, out, "int8").notes == []
+    written = _core.Checkpoint(str(out))
+    found = {(layer, kind): values.tolist() for layer, kind, _, values in written.kv_scales()}
+    written.close()
+    assert found == {
+        (layer, kind): [value * 2.0**layer] * per
+        for layer in range(2)
+        for kind, value in (("k", 0.5), ("v", 0.75))
+    }
+    section = json.loads((out / "config.json").read_text())["quantization_config"]
+    scheme = section["kv_cache_scheme"]
+    assert (scheme and scheme["strategy"]) == strategy
+    assert qkv.kv_scales.declared(str(out))[0] == ("fp8_e4m3" if declares else "")
+    # MLX has no name for them.
+    assert convert.convert(model, tmp_path / "mlx", "mlx_q4").notes[-1].startswith("4 scales")
+
+
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,

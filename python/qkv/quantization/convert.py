@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import _core, models
+from .. import _core, kv_scales, models
 from . import from_gguf
 from .detection import Detected, detect
 from .layouts import LAYOUTS, Bytes, Layout, Stored
@@ -142,6 +142,7 @@ class _Source:
         self._detected: Detected = detect(checkpoint)
         self._config = checkpoint.model_config()
         self._matrices, self._arrays = to_core(self._detected.matrices)
+        self._kv_strategy = ""  # of the scales that are written for a declared FP8 cache
         self.n_quantized = 0
         self.left: list[str] = []
         self.notes = [*layout.notes]
@@ -163,7 +164,6 @@ class _Source:
 
     def pieces(self) -> Iterator[Piece]:
         used = set(_named(self._detected.matrices))
-        dropped: list[str] = []
         for weight, description in self._detected.matrices.items():
             if "k_scale" in description:
                 raise _core.UnsupportedError(
@@ -173,12 +173,27 @@ class _Source:
         for name, dtype, shape, _ in self._checkpoint.tensors():
             if name in used or (self._gguf and name == from_gguf.ROPE_FACTORS):
                 continue
-            if _KV_SCALE.fullmatch(name):
-                dropped.append(name)
-                continue
-            yield self._tensor(name, dtype, shape)
-        if dropped:
-            self.notes.append(f"{len(dropped)} scales of the KV cache are left out")
+            if not _KV_SCALE.fullmatch(name):
+                yield self._tensor(name, dtype, shape)
+        yield from self._kv_scales()
+
+    def _kv_scales(self) -> Iterator[Piece]:
+        """The scales of K and V, which every layer must have, under compressed-tensors' names."""
+        carried = self._checkpoint.kv_scales()
+        found = {(layer, kind): values for layer, kind, _, values in carried if kind in ("k", "v")}
+        wanted = [(layer, kind) for layer in range(self._config["n_layers"]) for kind in "kv"]
+        if self._layout.is_mlx or any(place not in found for place in wanted):
+            wanted = []
+        left = len(carried) - len(wanted)
+        if left > 0:
+            self.notes.append(f"{left} scales of the KV cache are left out")
+        for layer, kind in wanted:
+            values = found[layer, kind]
+            name = f"model.layers.{layer}.self_attn.{kind}_scale"
+            yield Piece([Stored(name, "F32", values.shape)], lambda v=values: [_bytes(v)])
+        if wanted and kv_scales.declared(self._checkpoint.folder)[0] == "fp8_e4m3":
+            by_head = any(len(found[place]) > 1 for place in wanted)
+            self._kv_strategy = "attn_head" if by_head else "tensor"
 
     def _tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Piece:
         hub = from_gguf.hub_name(name, self._config) if self._gguf else name
@@ -282,7 +297,7 @@ class _Source:
             found = {key: value for key, value in given.items() if key not in _SECTIONS}
             if isinstance(inner := found.get("text_config"), Mapping):
                 found["text_config"] = {k: v for k, v in inner.items() if k not in _SECTIONS}
-        section = self._layout.config(sorted(self._ignored))
+        section = self._layout.config(sorted(self._ignored), self._kv_strategy)
         if self._layout.is_mlx:
             found["quantization"] = section
         found["quantization_config"] = section

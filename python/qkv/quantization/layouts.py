@@ -96,8 +96,9 @@ class Layout:
     def with_group(self, group: int) -> "Layout":
         return Layout(**{**vars(self), "group": group})
 
-    def config(self, ignored: list[str]) -> dict[str, Any]:
-        """The section of config.json."""
+    def config(self, ignored: list[str], kv_strategy: str = "") -> dict[str, Any]:
+        """The section of config.json. kv_strategy: what the scales of a declared FP8 cache are
+        for, "tensor" or "attn_head"."""
         if self.is_mlx:
             return {"group_size": self.group, "bits": self.bits}
         group = {
@@ -107,13 +108,17 @@ class Layout:
             "input_activations": None if self.inputs is None else dict(self.inputs),
             "output_activations": None,
         }
+        scheme = {
+            "num_bits": 8, "type": "float", "symmetric": True, "dynamic": False,
+            "strategy": kv_strategy,
+        }  # fmt: skip
         return {
             "quant_method": "compressed-tensors",
             "format": self.format,
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
             "ignore": ignored,
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": scheme if kv_strategy else None,
         }
 
     def _weights(self) -> dict[str, Any]:
