@@ -188,9 +188,8 @@ class _Source:
         if left > 0:
             self.notes.append(f"{left} scales of the KV cache are left out")
         for layer, kind in wanted:
-            values = found[layer, kind]
             name = f"model.layers.{layer}.self_attn.{kind}_scale"
-            yield Piece([Stored(name, "F32", values.shape)], lambda v=values: [_bytes(v)])
+            yield _array(name, found[layer, kind])
         if wanted and kv_scales.declared(self._checkpoint.folder)[0] == "fp8_e4m3":
             by_head = any(len(found[place]) > 1 for place in wanted)
             self._kv_strategy = "attn_head" if by_head else "tensor"
@@ -329,6 +328,10 @@ def _named(value: Any) -> Iterator[str]:
 def _values(hub: str, shape: tuple[int, ...], make: Callable[[], Any]) -> Piece:
     """A matrix of floats, rounded to bf16."""
     return Piece([Stored(hub, "BF16", shape)], lambda: [_core.quantize("BF16", _f32(make()))])
+
+
+def _array(name: str, values: Any) -> Piece:
+    return Piece([Stored(name, "F32", values.shape)], lambda: [_bytes(values)])
 
 
 def _f32(values: Any) -> Any:
