@@ -25,16 +25,16 @@ line is cut off when the file is opened again. Records, by "kind":
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
+from .. import digests, durable
 from .._core import Error
 from ..outputs import json_ready
 from .records import Records
@@ -46,6 +46,7 @@ Record = dict[str, Any]
 _PACKED = {"logprobs": "<f4", "kl": "<f4", "kl_reverse": "<f4", "top1": "u1"}
 #: The records that have them: in others these names are the user's own (a hook's scores).
 _OF_TOKENS = ("forced", "layers")
+_WAY_OUT = "rows of two comparisons are not mixed; use another file"
 _BEGINNING = b'{"kind":"header"'
 
 
@@ -76,21 +77,12 @@ class Journal:
         self.path = None if path is None else Path(path)
         self.header: Record = {"kind": "header", "format": FORMAT, **json_ready(header)}
         self.records: list[Record] = []
-        self._file = None
+        self._file: IO[bytes] | None = None
         # The header is written with the first record: options that cannot run leave none.
         self._headed = False
         if self.path is None:
             return
-        if self.path.exists() and not self.path.is_file():
-            raise Error(f"{self.path}: not a regular file")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered: what could not be written is not tried again when the file is closed.
-        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - kept open
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise Error(f"{self.path}: another process is writing to it") from None
+        self._file = durable.open_locked(self.path)
         try:
             self._open()
         except BaseException:
@@ -110,7 +102,9 @@ class Journal:
             self._file.truncate(0)
             return
         stored, self.records = lines[0], lines[1:]
-        check_same(self.path, stored, self.header)
+        digests.check_same(
+            self.path, stored, self.header, ("settings", "environment", "lanes"), _WAY_OUT
+        )
         self.header, self._headed = stored, True
         if whole < len(data):
             self._file.truncate(whole)
@@ -122,8 +116,7 @@ class Journal:
         line = json.dumps(packed, ensure_ascii=False, separators=(",", ":"), allow_nan=True)
         data = line.encode("utf-8", "surrogatepass") + b"\n"
         try:
-            while data:
-                data = data[self._file.write(data) :]
+            durable.append(self._file, data)
             os.fsync(self._file.fileno())
         except OSError as error:
             raise Error(
@@ -193,33 +186,3 @@ def read(path: str | os.PathLike[str]) -> tuple[Record, list[Record]]:
     if not lines:
         raise Error(f"{os.fspath(path)}: no comparison in it")
     return lines[0], lines[1:]
-
-
-def check_same(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Error if the file was begun with other settings, models or another build."""
-    wanted = json.loads(json.dumps(wanted))  # tuples are lists in the file
-    for part in ("settings", "environment", "lanes"):
-        found = [f"{k}: {a} there, {b} now" for k, a, b in _differences(stored, wanted, part)]
-        if found:
-            more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-            raise Error(
-                f"{path}: was begun with other {part} ({'; '.join(found[:3])}{more}): rows of two "
-                "comparisons are not mixed; use another file"
-            )
-
-
-def _differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], part: str
-) -> Iterator[tuple[str, str, str]]:
-    """Path and values of whatever is not the same in this part of two headers."""
-    stack = [(part, old.get(part), new.get(part))]
-    while stack:
-        path, a, b = stack.pop()
-        if a == b:
-            continue
-        if isinstance(a, dict) and isinstance(b, dict):
-            stack += [(f"{path}.{k}", a.get(k), b.get(k)) for k in sorted({*a, *b}, reverse=True)]
-        elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-            stack += [(f"{path}[{i}]", a[i], b[i]) for i in reversed(range(len(a)))]
-        else:
-            yield path, f"{a!r:.80}", f"{b!r:.80}"

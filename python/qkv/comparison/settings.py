@@ -10,7 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, _core, kv_scales, models, options
+from .. import _core, digests, kv_scales, models, options
 from ..engine import Engine, load_tokenizer
 from ..params import flag, integer
 from ..tasks import Task
@@ -112,36 +112,14 @@ class Plan:
             path = settings["quantization_param_path"] = os.fspath(
                 settings["quantization_param_path"]
             )
-            settings["quantization_param_digest"] = _digest([Path(path)])
+            settings["quantization_param_digest"] = digests.of_files([Path(path)])
         return {
             "settings": settings,
-            "environment": environment({entry.label: entry.digest for entry in self.models}),
+            "environment": digests.environment(
+                {entry.label: entry.digest for entry in self.models}
+            ),
             "lanes": [asdict(lane) for lane in self.lanes],
         }
-
-
-def environment(digests: Mapping[str, str]) -> dict[str, Any]:
-    """What else a result's bits depend on. digests: of each model's files, by its label."""
-    isa = os.environ.get("QKV_ISA") or next(name for name, usable in _core.isas() if usable)
-    build = _digest([Path(_core.__file__)])
-    return {"version": __version__, "build": build, "isa": isa, "models": dict(digests)}
-
-
-_SAMPLE, _STRIDE = 2**16, 2**24
-
-
-def _digest(files: Sequence[Path]) -> str:
-    """Of names, sizes and 64 KiB out of every 16 MiB; files of up to 16 MiB count whole."""
-    digest = hashlib.blake2b(digest_size=12)
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with open(path, "rb") as file:
-            places = range(0, size, _SAMPLE if size <= _STRIDE else _STRIDE)
-            for place in [*places, max(size - _SAMPLE, 0)]:
-                file.seek(place)
-                digest.update(file.read(_SAMPLE))
-    return digest.hexdigest()
 
 
 def plan(
@@ -230,8 +208,9 @@ def _model_lanes(
     checkpoint = _core.Checkpoint(path)
     try:
         config = checkpoint.model_config()
-        folder, files = checkpoint.folder, [Path(file) for file in checkpoint.files]
-        declared = "" if checkpoint.container == "gguf" else kv_scales.declared(folder)[0]
+        gguf = checkpoint.container == "gguf"
+        declared = "" if gguf else kv_scales.declared(checkpoint.folder)[0]
+        digest = digests.of_model(checkpoint)
     finally:
         checkpoint.close()
     kv = [*dtypes, {"default": CONTROL_FORMAT, "name": CONTROL}] if control else [*dtypes]
@@ -251,8 +230,6 @@ def _model_lanes(
                 bytes_per_token=options.token_bytes(config, [lane]),
             )
         )
-    config_file = Path(folder) / "config.json"
-    digest = _digest([*files, config_file] if folder and config_file.is_file() else files)
     return ModelLanes(model, path, label, tuple(kv), tuple(lanes), tuple(found), config, digest)
 
 
