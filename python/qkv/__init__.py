@@ -10,8 +10,10 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from . import dataset
 from ._core import CheckpointError, Error, OutOfPages, UnsupportedError
 from .calibration import Scales, calibrate
+from .dataset import run_dataset
 from .engine import Engine
 from .inspection import Inspection, inspect
 from .kv_scales import KvScale, KvScaleTable
@@ -51,9 +53,11 @@ __all__ = [
     "calibrate",
     "compare",
     "comparison",
+    "dataset",
     "hooks",
     "inspect",
     "plan",
+    "run_dataset",
     "stats",
     "tasks",
 ]

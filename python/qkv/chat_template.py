@@ -2,11 +2,12 @@
 
 import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from jinja2 import Template, nodes
+from jinja2 import StrictUndefined, Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -70,16 +71,47 @@ def _check_length(length: int) -> None:
         raise SecurityError(f"a value of {length} elements, at most {_MAX_REPEATED} are allowed")
 
 
-@lru_cache(maxsize=16)
-def _compile(source: str) -> Template:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+def _environment(**options: Any) -> _Environment:
+    environment = _Environment(extensions=[_Generation, loopcontrols], **options)
     environment.filters["tojson"] = _to_json
     helpers: dict[str, Callable[..., Any]] = {"raise_exception": _raise, "strftime_now": _now}
     environment.globals.update(helpers)
     environment.globals.pop("lipsum", None)  # text without end
-    return environment.from_string(source)
+    return environment
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str) -> Template:
+    return _environment(trim_blocks=True, lstrip_blocks=True).from_string(source)
+
+
+def row_template(source: str) -> Callable[[Mapping[str, Any]], str]:
+    """A template of the caller's over the columns of a row. Nothing is trimmed, and a column that
+    the row does not have is an error. Error for a template that is none, and for each row that it
+    cannot be filled in for."""
+    try:
+        compiled = _environment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(
+            source
+        )
+    except TemplateError as error:
+        raise Error(f"template: {error}") from error
+
+    def fill(columns: Mapping[str, Any]) -> str:
+        with _errors_as("template"):
+            return compiled.render(columns)
+
+    return fill
+
+
+@contextmanager
+def _errors_as(what: str) -> Iterator[None]:
+    try:
+        yield
+    except TemplateError as error:
+        raise Error(f"{what}: {error}") from error
+    except Exception as error:  # the template is a program: it may divide by zero or never return
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise Error(f"{what}: {reason}") from error
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -97,10 +129,5 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 def render(source: str, messages: Any, tokens: Mapping[str, str], **options: Any) -> str:
     """The prompt text. `tokens`: bos_token, eos_token and so on."""
     checked = check_messages(messages)
-    try:
+    with _errors_as("chat template"):
         return _compile(source).render(messages=checked, **tokens, **options)
-    except TemplateError as error:
-        raise Error(f"chat template: {error}") from error
-    except Exception as error:  # the template is a program: it may divide by zero or never return
-        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-        raise Error(f"chat template: {reason}") from error

@@ -307,7 +307,7 @@ class Engine:
         params: ParamsArgument = None,
         *,
         on_finish: Hook | None = None,
-        progress: bool = False,
+        progress: bool | Progress = False,
     ) -> Iterator[RequestOutput]:
         """Continues each prompt; outputs as they finish (output.index is the place in the input).
         The prompts may be an endless iterator: a few times max_running of them are under way."""
@@ -450,12 +450,12 @@ class Engine:
         entries: Iterator[Item],
         rows: Iterable[Any],
         on_finish: Hook | None,
-        progress: bool,
+        progress: bool | Progress,
         window: int,
     ) -> Run:
         if on_finish is not None and not callable(on_finish):
             raise TypeError(f"on_finish={on_finish!r:.100}: a function is needed")
-        bar = Progress(progress, run.length(rows))
+        bar = progress if isinstance(progress, Progress) else Progress(progress, run.length(rows))
         return Run(self, entries, window=window, on_finish=on_finish, progress=bar)
 
     def _collect(

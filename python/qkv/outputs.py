@@ -96,6 +96,7 @@ class RequestOutput:
     prompt_token_ids: NDArray[np.int32] = field(default_factory=_empty_i32)
     outputs: list[Completion] = field(default_factory=list)  # one per sample
     error: str | None = None
+    too_long: bool = False  # the error is that it does not fit into the model or the KV pool
     # Of the prompt's tokens from the second on, [len - 1]; empty if not asked for.
     prompt_logprobs: NDArray[np.float32] = field(default_factory=_empty_f32)
     prompt_ranks: NDArray[np.int32] = field(default_factory=_empty_i32)
@@ -126,6 +127,14 @@ class RequestOutput:
     @property
     def finish_reason(self) -> str | None:
         return self._first().finish_reason
+
+    @property
+    def state(self) -> str:
+        """ "ok", "truncated" (a sample was cut at its last token), "too_long" or "error"."""
+        if self.error is not None:
+            return "too_long" if self.too_long else "error"
+        cut = any(sample.finish_reason == "length" for sample in self.outputs)
+        return "truncated" if cut else "ok"
 
     def to_dict(self, *, arrays: bool = True) -> dict[str, Any]:
         """For JSON. Without `arrays` only text, reasons, metrics and scores."""

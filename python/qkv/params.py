@@ -222,6 +222,14 @@ class SamplingParams:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
         """From names and values, as in a JSON file; an unknown name raises with the list."""
+        return cls(**cls._checked_names(values))
+
+    def merged(self, values: Mapping[str, Any]) -> "SamplingParams":
+        """A copy in which these names, as in a JSON file, have other values."""
+        return replace(self, **self._checked_names(values))
+
+    @classmethod
+    def _checked_names(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         known = [item.name for item in fields(cls)]
         for name in values:
             if name not in known:
@@ -229,4 +237,4 @@ class SamplingParams:
         values = dict(values)
         if isinstance(values.get("logit_bias"), Mapping):  # JSON has only strings for keys
             values["logit_bias"] = {int(key): v for key, v in values["logit_bias"].items()}
-        return cls(**values)
+        return values

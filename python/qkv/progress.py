@@ -25,6 +25,7 @@ class Progress:
         self._total = total
         self._what = what
         self._rows = 0
+        self._given = 0  # of the rows: done before this began
         self._tokens = 0
         self._start = self._last = time.monotonic()
         self._bar: Any = None
@@ -55,9 +56,19 @@ class Progress:
         if self._bar is not None:
             self._bar.update(count)
 
+    def seconds_left(self, now: float) -> float | None:
+        """None where that is not known."""
+        done = self._rows - self._given
+        if self._total is None or done <= 0 or self._rows > self._total:
+            return None
+        return (now - self._start) / done * (self._total - self._rows)
+
     def _line(self, now: float) -> None:
         of = "" if self._total is None else f"/{self._total}"
         text = f"{self._what}: {self._rows}{of}, {now - self._start:.0f} s, {self._speed(now)}"
+        left = self.seconds_left(now)
+        if left:
+            text += f", {left:.0f} s left"
         print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:

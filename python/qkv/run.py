@@ -36,6 +36,7 @@ class Item:
     logprob_start: int = 1  # first prompt token whose log-probability is reported
     compare: bool = False  # of the prompt's tokens, each lane with the first
     error: str | None = None
+    too_long: bool = False  # that is the error
 
 
 class StopWatch:
@@ -229,6 +230,7 @@ class Run:
                         prompt=item.text,
                         prompt_token_ids=ids,
                         error=item.error,
+                        too_long=item.too_long,
                         metrics=Metrics(prompt_tokens=len(ids)),
                     )
                 )
@@ -286,6 +288,8 @@ class Run:
                     number = core.add(row.ids, lane=lane, sample=sample, **options)
                 except (ValueError, OverflowError, OutOfPages) as error:
                     item.error = str(error)
+                    room = core.info["max_model_len"] - (params.max_tokens > 0)
+                    item.too_long = isinstance(error, OutOfPages) or len(row.ids) > room
                     self._drop(row)
                     return
                 seq = Seq(row, lane, sample, next(watches))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import compare, convert, facts, generate, kv
+from . import compare, convert, dataset, facts, generate, kv
 from .arguments import FORMATTER, Problem
 
 
@@ -27,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
     generate.add_generate(verbs)
     generate.add_chat(verbs)
+    dataset.add_merge(verbs)
     compare.add(verbs)
     kv.add_calibrate(verbs)
     kv.add_plan(verbs)

@@ -9,6 +9,7 @@ from .. import _core
 from ..engine import Engine
 from ..outputs import RequestOutput
 from ..params import SamplingParams
+from . import dataset
 from .arguments import FORMATTER, Problem, engine_options, open_engine, sampling, sampling_options
 from .rows import as_chat, input_options, output_options, print_json, prompts, sink
 
@@ -17,32 +18,40 @@ def add_generate(verbs: Any) -> None:
     parser = verbs.add_parser(
         "generate",
         help="continue prompts, or answer questions, in one batch",
-        description="Continues prompts in one batch. Prompts come from the command line, a text\n"
-        "file (one in each line), a JSONL file, or a data set that comes with qkv. A\n"
-        'JSONL row has "prompt", "prompt_token_ids" or "messages", and may have "key"\n'
-        'and "params". Into --output FILE rows are written as they finish.',
+        description="Answers the rows of a file into a file: qkv generate IN OUT. What was done\n"
+        "is never lost or done twice: see below. Or continues prompts from the command\n"
+        "line, a text file (one in each line), a JSONL file, or a data set that comes with\n"
+        'qkv, in one batch. A JSONL row has "prompt", "prompt_token_ids" or "messages", and\n'
+        'may have "key" and "params". Into --output FILE rows are written as they finish.',
         epilog="examples:\n"
         '  qkv generate --model demo --max-tokens 20 "The sky is" "Two and two make"\n'
         "  qkv generate --model demo --dataset gsm8k --limit 8 --temperature 0\n"
-        "  qkv generate --model ./Qwen3-8B --input rows.jsonl --output answers.jsonl --chat",
+        "  qkv generate --model ./Qwen3-8B --input rows.jsonl --output answers.jsonl --chat"
+        + dataset.EPILOG,
         formatter_class=FORMATTER,
     )
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT",
+        help="text to continue; or IN and OUT: IN a .jsonl, .csv, .parquet or .txt file, OUT a "
+        ".jsonl or .parquet file")  # fmt: skip
     input_options(parser)
     parser.add_argument("--output", metavar="FILE", help="write here; .jsonl: as JSON")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, default=None,
         help="put prompts through the chat template (default for a data set)")  # fmt: skip
     output_options(parser, "a JSON object for each row")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    dataset.options(parser)
     engine_options(parser)
     sampling_options(parser)
     parser.set_defaults(run=_generate)
 
 
 def _generate(args: argparse.Namespace) -> int:
-    params = sampling(args)
     if args.limit is not None and args.limit < 1:
         raise Problem(f"--limit {args.limit}: must be at least 1")
+    if dataset.is_asked(args):
+        return dataset.run(args)
+    dataset.check_unused(args)
+    params = sampling(args)
     rows, questions, asked = prompts(args, args.output)
     to_file = args.output not in (None, "-")
     failed = 0
