@@ -22,9 +22,11 @@ def open_locked(path: Path) -> IO[bytes]:
     file = open(path, "a+b", buffering=0)  # noqa: SIM115 - kept open
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         file.close()
-        raise Error(f"{path}: another process is writing to it") from None
+        busy = isinstance(error, BlockingIOError)
+        reason = "another process is writing to it" if busy else f"no lock: {error.strerror}"
+        raise Error(f"{path}: {reason}") from None
     return file
 
 

@@ -56,6 +56,14 @@ class Progress:
         if self._bar is not None:
             self._bar.update(count)
 
+    def before(self, count: int) -> None:
+        """Rows that were done by an earlier run: they say nothing of how fast this one is."""
+        self._given += count
+        self._rows += count
+        if self._bar is not None:
+            self._bar.initial = self._bar.n = self._bar.last_print_n = self._rows
+            self._bar.refresh()
+
     def seconds_left(self, now: float) -> float | None:
         """None where that is not known."""
         done = self._rows - self._given

@@ -58,7 +58,10 @@ def is_asked(args: argparse.Namespace) -> bool:
     if len(args.prompts) != 2:
         return False
     source, target = (Path(name).suffix.lower() for name in args.prompts)
-    return source in INPUTS and target in OUTPUTS
+    given = source in INPUTS or args.prompts[0] == "-"
+    if given and target not in OUTPUTS and Path(args.prompts[0]).is_file():
+        raise Problem(f"OUT {args.prompts[1]!r:.60}: must end with one of {', '.join(OUTPUTS)}")
+    return given and target in OUTPUTS
 
 
 def check_unused(args: argparse.Namespace) -> None:

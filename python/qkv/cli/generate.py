@@ -32,7 +32,7 @@ def add_generate(verbs: Any) -> None:
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT",
         help="text to continue; or IN and OUT: IN a .jsonl, .csv, .parquet or .txt file, OUT a "
-        ".jsonl or .parquet file")  # fmt: skip
+        ".jsonl or .parquet file (IN -: JSON lines of standard input)")  # fmt: skip
     input_options(parser)
     parser.add_argument("--output", metavar="FILE", help="write here; .jsonl: as JSON")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, default=None,

@@ -22,8 +22,6 @@ from .source import Bad, Source, open_source
 from .summary import Counts, RowsProgress, Summary
 
 _ON_BAD = ("error", "skip", "stop")
-#: Rows that a hook with finish() sees together.
-_HOOK_ROWS = 256
 
 
 def run_dataset(
@@ -162,33 +160,19 @@ class _Job:
         index = sink.begin(header, restart=restart, retry_errors=retry)
         summary = Summary(path=str(sink.path), before=len(index), damaged=sink.damaged)
         prompts = Prompts(self.options, self.params, bytes.fromhex(header["run"]))
+        prompts.check(engine)
         bar = RowsProgress(show, self._total(), as_json)
         bar.event("start", **header, before=len(index))
         bar.before(len(index))
         counts, start = Counts(engine), time.monotonic()
-        hook_end = getattr(self._on_finish, "finish", None)
-        held: list[tuple[Request, Any]] = []
-
-        def write() -> None:
-            if hook_end is not None and held:
-                hook_end(engine)
-            while held:
-                request, output = held.pop(0)
+        requests = self._requests(prompts, index, sink, summary)
+        done = loop.through(engine, requests, self.params, on_finish=self._on_finish, progress=bar)
+        with closing(done):
+            for request, output in done:
                 row = prompts.answer(request, output)
                 sink.write(row)
                 summary.count(output)
                 bar.output(row)
-
-        requests = self._requests(prompts, index, sink, summary)
-        done = loop.through(engine, requests, self.params, on_finish=self._on_finish, progress=bar)
-        try:
-            with closing(done):
-                for pair in done:
-                    held.append(pair)
-                    if hook_end is None or len(held) >= _HOOK_ROWS:
-                        write()
-        finally:
-            write()  # what an interrupt, or an error of the input, finds finished
         summary.seconds = time.monotonic() - start
         counts.fill(summary)
         sink.finish(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..outputs import RequestOutput
 from ..params import SamplingParams
 from ..run import Hook
-from .keys import Index
+from . import keys
 from .prompt import Prompts, Request, Rows
 from .source import open_source
 
 if TYPE_CHECKING:
     from ..engine import Engine
     from ..progress import Progress
+
+
+#: Rows that a hook's finish() sees together.
+_HOOK_ROWS = 256
 
 
 def through(
@@ -25,8 +29,8 @@ def through(
     on_finish: Hook | None = None,
     progress: Progress | bool = False,
 ) -> Generator[tuple[Request, RequestOutput], None, None]:
-    """Each request with its output, as they finish. A hook's finish() is not called: outputs are
-    handed out before it could fill them in (the caller may, on the outputs that it still has)."""
+    """Each request with its output, as they finish. If the hook has a finish(), it is called for
+    some hundred rows at a time, before these are given out."""
     under_way: dict[int, Request] = {}
 
     def prompts() -> Iterator[Any]:
@@ -34,14 +38,30 @@ def through(
             under_way[index] = request
             yield request.prompt
 
+    finish = getattr(on_finish, "finish", None)
+    # The engine is not to see finish(): it would call it once, at the end.
     hook = None if on_finish is None else (lambda output: on_finish(output))
-    for output in engine.stream(prompts(), params, on_finish=hook, progress=progress):
-        yield under_way.pop(output.index), output
+    outputs = engine.stream(prompts(), params, on_finish=hook, progress=progress)
+    held: list[tuple[Request, RequestOutput]] = []
+    for output in outputs:
+        held.append((under_way.pop(output.index), output))
+        if finish is None or len(held) >= _HOOK_ROWS:
+            yield from _finished(held, finish, engine)
+    yield from _finished(held, finish, engine)
+
+
+def _finished(
+    held: list[tuple[Request, RequestOutput]], finish: Any, engine: Engine
+) -> Iterator[tuple[Request, RequestOutput]]:
+    if finish is not None and held:
+        finish(engine)
+    yield from held
+    held.clear()
 
 
 def answers(
     engine: Engine,
-    rows: Iterable[Mapping[str, Any]],
+    rows: Iterable[Any],
     options: Rows | None = None,
     params: SamplingParams | None = None,
     *,
@@ -51,21 +71,21 @@ def answers(
     """Rows in, rows with answers out (prompt.py lists their columns), as they finish; no files.
 
     rows: mappings, or what else open_source() takes. first: the place of the first row, which is
-    the id of a row that has none of its own. Of a hook that has finish(), as
-    hooks.reference_logprob() has, nothing is written: score such rows afterwards."""
+    the id of a row that has none of its own."""
     params = SamplingParams() if params is None else params
     prompts = Prompts(Rows() if options is None else options, params)
+    prompts.check(engine)
     requests = _requests(prompts, open_source(rows).rows(), first)
     for request, output in through(engine, requests, params, on_finish=on_finish):
         yield prompts.answer(request, output)
 
 
 def _requests(prompts: Prompts, rows: Iterable[Any], first: int) -> Iterator[Request]:
-    known = Index()
+    known = keys.Index()
     for place, row in enumerate(rows, first):
         request = prompts.identify(row, place)
         if known.get(request.id_key) is not None:
             request = prompts.duplicate(request, place)
-        known.put(request.id_key, 1, 0)
+        known.put(request.id_key, keys.SEEN, 0)
         prompts.complete(request)
         yield request

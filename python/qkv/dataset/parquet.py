@@ -94,7 +94,9 @@ def _schema(pyarrow: Any, given: Iterator[dict[str, Any]]) -> tuple[Any, set[str
             except (pyarrow.ArrowException, OverflowError, UnicodeError):
                 as_text.add(name)
                 types[name] = pyarrow.string()
-    return pyarrow.schema([_storable(pyarrow, name, kind) for name, kind in types.items()]), as_text
+    as_text |= {name for name, kind in types.items() if _has_no_members(pyarrow, kind)}
+    types |= dict.fromkeys(as_text, pyarrow.string())
+    return pyarrow.schema(list(types.items())), as_text
 
 
 def _common(pyarrow: Any, old: Any, new: Any) -> Any:
@@ -105,7 +107,9 @@ def _common(pyarrow: Any, old: Any, new: Any) -> Any:
     return pyarrow.unify_schemas(fields, promote_options="permissive").field(0).type
 
 
-def _storable(pyarrow: Any, name: str, kind: Any) -> Any:
-    """Parquet has no structs without members."""
-    empty = pyarrow.types.is_struct(kind) and kind.num_fields == 0
-    return pyarrow.field(name, pyarrow.null() if empty else kind)
+def _has_no_members(pyarrow: Any, kind: Any) -> bool:
+    """Parquet has no such structs, wherever in a type they stand."""
+    if pyarrow.types.is_struct(kind):
+        parts = [kind.field(i).type for i in range(kind.num_fields)]
+        return not parts or any(_has_no_members(pyarrow, part) for part in parts)
+    return pyarrow.types.is_list(kind) and _has_no_members(pyarrow, kind.value_type)

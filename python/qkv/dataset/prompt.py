@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from ..params import SamplingParams
 from ..run import is_ids
 from . import keys
 from .source import Bad, Row
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 _ID_COLUMNS = ("id", "key", "custom_id")
 _PROMPT_COLUMNS = ("prompt", "prompt_token_ids", "messages")
@@ -106,6 +109,11 @@ class Prompts:
         self._fill = None if rows.template is None else row_template(rows.template)
         self._chat = rows.chat if rows.chat is not None else rows.system is not None
         self._own: tuple[str, SamplingParams] = ("", params)  # the last that a row had
+
+    def check(self, engine: Engine) -> None:
+        """Error if all prompts would need a chat template and the model has none."""
+        if self._chat:
+            engine.tokenizer.apply_chat_template([{"role": "user", "content": "?"}])
 
     def identify(self, row: Row, place: int) -> Request:
         """The row with its id and keys, without a prompt yet: enough to know whether it is done."""

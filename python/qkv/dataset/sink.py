@@ -78,7 +78,7 @@ class Sink:
         self.damaged = 0  # rows that a lost machine damaged
         self._rows: IO[bytes] | None = None
         self._syncer: _Syncer | None = None
-        self._written = 0
+        self._changed = False  # since the run before ended
         self._about = durable.open_locked(self.about_path)
 
     # Beginning.
@@ -88,7 +88,7 @@ class Sink:
     ) -> Index:
         """Compares the header with the one that is there (Error says what differs), and returns
         what is done. retry_errors: rows with an error are taken out, to be done again."""
-        wanted = {"format": FORMAT, **json_ready(header)}
+        wanted = json.loads(encode({"format": FORMAT, **header}))  # as it will be read again
         stored = self._header()
         if stored is not None and restart:
             self._move_away()
@@ -109,14 +109,14 @@ class Sink:
         there are some already."""
         if self.rows_path.exists() and self.rows_path.stat().st_size:
             raise Error(f"{self.path}: has rows already; write to another file")
-        self._announce({"format": FORMAT, **json_ready(header)})
+        self._announce({"format": FORMAT, **header})
         try:
             with durable.replacing(self.rows_path) as file:
                 file.writelines(lines)
         except OSError as error:
             raise Error(f"{self.rows_path}: {error.strerror}") from error
         self._open_rows()
-        self._written = 1
+        self._changed = True
 
     def _announce(self, header: Mapping[str, Any]) -> None:
         self._check_unknown()
@@ -185,6 +185,7 @@ class Sink:
         return index
 
     def _take_out(self, failed: bool) -> None:
+        self._changed = True
         with durable.replacing(self.rows_path) as file:
             for row, line in read_lines(self.rows_path):
                 if row is not None and not (failed and row["state"] in FAILURES):
@@ -201,7 +202,7 @@ class Sink:
         except OSError as error:
             raise self._failed(error) from error
         self._syncer.wake()
-        self._written += 1
+        self._changed = True
 
     def _failed(self, error: OSError) -> Error:
         return Error(
@@ -222,17 +223,20 @@ class Sink:
         assert self._syncer is not None
         try:
             self._syncer.close()
-            if self.is_table and not (self._written == 0 and self._is_finished(done)):
+            if self.is_table and not self._is_written():
                 parquet.write(self.path, lambda: read_rows(self.rows_path))
         except OSError as error:
             raise self._failed(error) from error
         self._record({"kind": "done", **done})
 
-    def _is_finished(self, done: Mapping[str, Any]) -> bool:
-        """Whether the table is that of the rows: a run before this one ended well, and this one
+    def _is_written(self) -> bool:
+        """Whether the table is that of the rows: the run before this one ended well, and this one
         had nothing to do."""
-        ends = [record for record in self.about() if record.get("kind") == "done"]
-        return self.path.exists() and bool(ends) and ends[-1].get("rows") == done.get("rows")
+        return (
+            self.path.exists()
+            and not self._changed
+            and [record.get("kind") for record in self.about()[-2:]] == ["done", "begun"]
+        )
 
     def close(self) -> None:
         """Also after an error: what was written is put on the disk, the lock is given back."""

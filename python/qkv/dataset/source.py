@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +44,11 @@ class Source:
 
 def open_source(given: Any) -> Source:
     """A path by its ending: .jsonl (.ndjson, .json) has an object in each line, .csv a header and a
-    record for each row, .parquet a table; of .txt each line is a prompt. Else an iterable of
-    mappings, texts, conversations or token ids; a pandas data frame's rows. Error and OSError for a
-    path that cannot be read."""
+    record for each row, .parquet a table; of .txt each line is a prompt. "-" is JSON lines of
+    standard input. Else an iterable of mappings, texts, conversations or token ids; a pandas data
+    frame's rows. Error and OSError for a path that cannot be read."""
+    if isinstance(given, str) and given == "-":
+        return _standard_input()
     if isinstance(given, (str, os.PathLike)):
         return _file(Path(given))
     if hasattr(given, "to_dict") and hasattr(given, "columns"):
@@ -68,10 +71,10 @@ def _file(path: Path) -> Source:
         pass
     kind = path.suffix.lower()
     readers: dict[str, tuple[Callable[[Path], Iterator[Row]], Callable[[Path], int | None]]] = {
-        ".jsonl": (_json_rows, _count_lines),
-        ".ndjson": (_json_rows, _count_lines),
-        ".json": (_json_rows, _count_lines),
-        ".txt": (_text_rows, _count_lines),
+        ".jsonl": (_of_lines(json.loads), _count_lines),
+        ".ndjson": (_of_lines(json.loads), _count_lines),
+        ".json": (_of_lines(json.loads), _count_lines),
+        ".txt": (_of_lines(_text), _count_lines),
         ".csv": (_csv_rows, lambda path: None),
         ".parquet": (lambda path: map(_wrapped, parquet.rows(path)), parquet.count),
     }
@@ -79,6 +82,12 @@ def _file(path: Path) -> Source:
         raise Error(f"{path}: the name must end with one of {', '.join(INPUTS)}")
     read, count = readers[kind]
     return Source(str(path), lambda: read(path), lambda: count(path), path.is_file())
+
+
+def _standard_input() -> Source:
+    if sys.stdin is None:
+        raise Error("rows=-: standard input is closed")
+    return Source("-", lambda: _parsed(sys.stdin.buffer, json.loads), lambda: None, again=False)
 
 
 def _wrapped(row: Any) -> Row:
@@ -110,35 +119,32 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
             yield number, line
 
 
-def _too_long(number: int) -> Bad:
-    return Bad(f"line {number}: longer than {MAX_ROW_BYTES} bytes")
+def _too_long() -> Bad:
+    return Bad(f"longer than {MAX_ROW_BYTES} bytes")
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
-    with open(path, "rb") as file:
-        for number, line in _lines(file):
-            if line is None:
-                yield _too_long(number)
-                continue
-            try:
-                row = _wrapped(json.loads(line.decode("utf-8")))
-            except UnicodeDecodeError as error:
-                row = Bad(f"not valid UTF-8: {error.reason} at byte {error.start}")
-            except (ValueError, RecursionError) as error:
-                row = Bad(f"not valid JSON: {error}")
-            yield Bad(f"line {number}: {row.reason}") if isinstance(row, Bad) else row
+def _of_lines(parse: Callable[[str], Any]) -> Callable[[Path], Iterator[Row]]:
+    def read(path: Path) -> Iterator[Row]:
+        with open(path, "rb") as file:
+            yield from _parsed(file, parse)
+
+    return read
 
 
-def _text_rows(path: Path) -> Iterator[Row]:
-    with open(path, "rb") as file:
-        for number, line in _lines(file):
-            if line is None:
-                yield _too_long(number)
-                continue
-            try:
-                yield {"prompt": line.decode("utf-8").rstrip("\r\n")}
-            except UnicodeDecodeError as error:
-                yield Bad(f"line {number}: not valid UTF-8: {error.reason} at byte {error.start}")
+def _parsed(file: BinaryIO, parse: Callable[[str], Any]) -> Iterator[Row]:
+    for number, line in _lines(file):
+        row: Row
+        try:
+            row = _too_long() if line is None else _wrapped(parse(line.decode("utf-8")))
+        except UnicodeDecodeError as error:
+            row = Bad(f"not valid UTF-8: {error.reason} at byte {error.start}")
+        except (ValueError, RecursionError) as error:
+            row = Bad(f"not valid JSON: {error}")
+        yield Bad(f"line {number}: {row.reason}") if isinstance(row, Bad) else row
+
+
+def _text(line: str) -> str:
+    return line.rstrip("\r\n")
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:

@@ -122,11 +122,6 @@ class RowsProgress(Progress):
         states = "".join(f", {n} {state}" for state, n in self._states.items() if state != "ok")
         return super()._speed(now) + states
 
-    def before(self, count: int) -> None:
-        """Rows that were done by an earlier run."""
-        self._given += count
-        self.rows(count)
-
     def output(self, row: Mapping[str, Any]) -> None:
         state = row["state"]
         self._states[state] += 1
