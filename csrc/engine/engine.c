@@ -24,17 +24,13 @@ void qkv_engine_info(const struct qkv_engine *engine, struct qkv_engine_info *ou
     engine->backend->info(engine->device, &out->device);
     out->compute = engine->compute;
     out->activations = engine->activations;
-    struct qkv_model_int8 int8;
-    qkv_model_int8(engine->model, &int8);
-    out->n_matrices = int8.n_matrices;
-    out->n_int8 = int8.n_int8;
-    struct qkv_model_counts counts;
-    qkv_model_count(engine->model, &counts);
-    out->n_inputs = counts.n_inputs;
-    out->n_online = counts.n_online;
-    out->n_left = counts.n_left;
+    out->has_phases = qkv_engine_has_phases(engine);
+    for (int phase = QKV_PHASE_PREFILL; phase < QKV_PHASE_COUNT; phase++) {
+        qkv_model_int8(engine->models[phase], &out->int8[phase]);
+        qkv_model_count(engine->models[phase], &out->counts[phase]);
+    }
     out->quantize_q = engine->quantize_q;
-    out->config = qkv_model_get_config(engine->model);
+    out->config = qkv_engine_config(engine);
     out->kv_tokens = engine->kv_tokens;
     out->n_lanes = engine->n_lanes;
     out->max_model_len = engine->max_model_len;
@@ -48,10 +44,16 @@ void qkv_engine_memory(const struct qkv_engine *engine, struct qkv_engine_memory
     memset(out, 0, sizeof *out);
     struct qkv_model_memory model;
     struct qkv_device_info device;
-    qkv_model_memory(engine->model, &model);
+    qkv_model_memory(engine->models[QKV_PHASE_DECODE], &model);
     engine->backend->info(engine->device, &device);
     out->weight_bytes = model.weight_bytes;
-    out->activation_bytes = model.activation_bytes + engine->score.gathered_bytes;
+    out->activation_bytes =
+        model.activation_bytes + engine->score.gathered_bytes + engine->hidden_bytes;
+    if (qkv_engine_has_phases(engine)) {
+        qkv_model_memory(engine->models[QKV_PHASE_PREFILL], &model);
+        out->prefill_weight_bytes = model.weight_bytes;
+        out->weight_bytes += model.weight_bytes;
+    }
     out->hidden_bytes = engine->score.kept_bytes;
     out->scratch_bytes = device.scratch_bytes;
     for (int32_t i = 0; i < engine->n_lanes; i++) {
@@ -125,11 +127,12 @@ enum qkv_status qkv_engine_add(struct qkv_error *err, struct qkv_engine *engine,
                                const struct qkv_gen_params *params, int64_t *id)
 {
     QKV_TRY(qkv_engine_check_usable(err, engine));
-    const struct qkv_model_config *config = qkv_model_get_config(engine->model);
+    const struct qkv_model_config *config = qkv_engine_config(engine);
     struct qkv_gen_limits limits = {
         .n_lanes = engine->n_lanes,
         .n_vocab = config->vocab,
         .max_model_len = engine->max_model_len,
+        .has_phases = qkv_engine_has_phases(engine),
         .eos_ids = config->eos_ids,
         .n_eos = config->n_eos,
     };

@@ -13,10 +13,12 @@
 #include "backend/backend.h"
 #include "base/log.h"
 #include "base/status.h"
+#include "engine/batch.h"
 #include "engine/generation.h"
 #include "engine/scheduler.h"
 #include "kv/kv_formats.h"
 #include "model/config.h"
+#include "model/model.h"
 
 struct qkv_engine;
 
@@ -27,6 +29,14 @@ enum { QKV_LANES_MAX = 256, QKV_ROWS_MAX = 65536 };
 /* Logits of a step are computed in pieces of at most so many bytes (one row at least): a long
  * prompt with a large vocabulary never holds [tokens, vocab]. */
 enum { QKV_LOGIT_BYTES = 32 << 20 };
+
+/* A second set of weights of the model: where it comes from, and what becomes of it. Read while
+ * opening. The fields are those of qkv_engine_options. */
+struct qkv_weight_set {
+    const char *path;
+    const struct qkv_matrices *matrices;
+    const struct qkv_target *online;
+};
 
 struct qkv_engine_options {
     const char *path;                  /* as qkv_weights_open takes it */
@@ -53,12 +63,14 @@ struct qkv_engine_options {
     bool offline;
     const struct qkv_matrices *matrices; /* of quantized weights, or NULL; read while opening */
     const struct qkv_target *online; /* plain weights are quantized to it while loading, or NULL */
+    const struct qkv_weight_set *prefill; /* for the positions of prompts; NULL: the same weights */
     struct qkv_log log;
     bool (*progress)(void *ctx, uint64_t done_bytes, uint64_t total_bytes); /* may be NULL */
     void *progress_ctx;
 };
 
-/* Loads. QKV_ERR_STATE "interrupted" if `progress` returned false. */
+/* Loads. QKV_ERR_STATE "interrupted" if `progress` returned false. QKV_ERR_CHECKPOINT if the second
+ * set of weights is of another model. */
 enum qkv_status qkv_engine_open(struct qkv_error *err, const struct qkv_engine_options *options,
                                 struct qkv_engine **out);
 /* Frees everything, sequences in any state included. NULL is fine. */
@@ -68,11 +80,9 @@ struct qkv_engine_info {
     struct qkv_device_info device;
     enum qkv_compute compute;
     enum qkv_activations activations;
-    int32_t n_matrices; /* products with weights in the model */
-    int32_t n_int8;     /* of them with activations in int8 */
-    int32_t n_inputs;   /* that want their input quantized */
-    int32_t n_online;   /* that were quantized while loading */
-    int32_t n_left;     /* that should have been, and could not */
+    bool has_phases; /* two sets of weights; else both entries of these are the same: */
+    struct qkv_model_int8 int8[QKV_PHASE_COUNT];
+    struct qkv_model_counts counts[QKV_PHASE_COUNT];
     bool quantize_q;
     const struct qkv_model_config *config; /* valid until close */
     int64_t kv_tokens;                     /* per lane, whole pages */
@@ -87,6 +97,7 @@ void qkv_engine_info(const struct qkv_engine *engine, struct qkv_engine_info *ou
 
 struct qkv_engine_memory {
     uint64_t weight_bytes;
+    uint64_t prefill_weight_bytes; /* of these: of the second set, but for what it shares */
     uint64_t activation_bytes;
     uint64_t kv_bytes; /* reserved, of all lanes */
     uint64_t kv_lane_bytes[QKV_LANES_MAX];

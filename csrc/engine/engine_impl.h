@@ -10,8 +10,9 @@
 /* A row of the current step whose logits are needed. */
 struct qkv_wanted_row {
     struct qkv_generation *gen;    /* NULL in lockstep.c's: a target is all that those report */
-    const struct qkv_buffer *kept; /* where its hidden state is; NULL: in the batch */
-    int32_t row;                   /* of the batch or of `kept` */
+    const struct qkv_buffer *kept; /* where its hidden state is; NULL: in the step's */
+    int32_t row;                   /* of the step or of `kept` */
+    enum qkv_phase phase;          /* of its position */
     int32_t prompt_index;          /* of the prompt figure it gives; -1: it gives the next token */
     int32_t target;                /* the prompt token to report, -1 if sampled */
     int32_t n_top;
@@ -22,7 +23,10 @@ struct qkv_wanted_row {
 struct qkv_engine {
     const struct qkv_backend *backend;
     struct qkv_device *device;
-    struct qkv_model *model;
+    struct qkv_model *models[QKV_PHASE_COUNT]; /* twice the same, or the second shares the buffers
+                                                  of a step with the first */
+    struct qkv_buffer *hidden; /* with two models: f32 [max_rows, hidden], rows of the step */
+    uint64_t hidden_bytes;
     struct qkv_kv *lanes[QKV_LANES_MAX];
     struct qkv_scheduler *scheduler;
     struct qkv_log log;
@@ -75,6 +79,21 @@ struct qkv_engine {
 void qkv_engine_want_none(struct qkv_engine *engine);
 void qkv_engine_want(struct qkv_engine *engine, const struct qkv_wanted_row *row);
 enum qkv_status qkv_engine_answer_wanted(struct qkv_error *err, struct qkv_engine *engine);
+
+static inline const struct qkv_model_config *qkv_engine_config(const struct qkv_engine *engine)
+{
+    return qkv_model_get_config(engine->models[QKV_PHASE_DECODE]);
+}
+
+static inline bool qkv_engine_has_phases(const struct qkv_engine *engine)
+{
+    return engine->models[QKV_PHASE_PREFILL] != engine->models[QKV_PHASE_DECODE];
+}
+
+/* Runs the layers for both batches of engine->batch; prompts first, because generated positions
+ * attend to them. Then the hidden states of the step's rows are here: */
+enum qkv_status qkv_engine_forward(struct qkv_error *err, struct qkv_engine *engine);
+const struct qkv_buffer *qkv_engine_hidden(const struct qkv_engine *engine);
 
 /* Zeroes pages of a lane in the layers from first_layer on; notes that they were used. */
 enum qkv_status qkv_engine_zero_pages(struct qkv_error *err, struct qkv_engine *engine,

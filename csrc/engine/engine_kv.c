@@ -7,12 +7,12 @@
 
 static size_t n_layers_of(const struct qkv_engine *engine)
 {
-    return (size_t)qkv_model_get_config(engine->model)->n_layers;
+    return (size_t)qkv_engine_config(engine)->n_layers;
 }
 
 static size_t n_heads_of(const struct qkv_engine *engine)
 {
-    return (size_t)qkv_model_get_config(engine->model)->n_kv_heads;
+    return (size_t)qkv_engine_config(engine)->n_kv_heads;
 }
 
 /* Of K (0) or V (1) of a layer: the caller's where the format takes them. */

@@ -118,10 +118,47 @@ static enum qkv_status check_kv_support(struct qkv_error *err, const struct qkv_
     return QKV_OK;
 }
 
-static enum qkv_status load_model(struct qkv_error *err, struct qkv_engine *engine,
-                                  const struct qkv_engine_options *options,
-                                  const struct qkv_weights *weights,
-                                  const struct qkv_model_config *config)
+/* The files and configs of the two sets of weights. */
+struct sources {
+    struct qkv_weights *weights[QKV_PHASE_COUNT]; /* the same if `same_files` */
+    struct qkv_model_config config[QKV_PHASE_COUNT];
+    bool same_files;
+};
+
+static enum qkv_status open_sources(struct qkv_error *err, const struct qkv_engine_options *options,
+                                    struct sources *sources)
+{
+    const char *prefill = options->prefill != NULL ? options->prefill->path : options->path;
+    struct qkv_weights **weights = sources->weights;
+    struct qkv_model_config *config = sources->config;
+    QKV_TRY(qkv_weights_open(err, options->path, &weights[QKV_PHASE_DECODE]));
+    QKV_TRY(qkv_model_config_read(err, weights[QKV_PHASE_DECODE], &config[QKV_PHASE_DECODE]));
+    sources->same_files = strcmp(prefill, options->path) == 0;
+    if (sources->same_files) {
+        weights[QKV_PHASE_PREFILL] = weights[QKV_PHASE_DECODE];
+        return QKV_OK;
+    }
+    QKV_TRY(qkv_weights_open(err, prefill, &weights[QKV_PHASE_PREFILL]));
+    QKV_TRY(qkv_model_config_read(err, weights[QKV_PHASE_PREFILL], &config[QKV_PHASE_PREFILL]));
+    const enum qkv_status status =
+        qkv_model_config_same(err, &config[QKV_PHASE_PREFILL], &config[QKV_PHASE_DECODE]);
+    return status == QKV_OK ? QKV_OK : qkv_fail_prefix(err, status, prefill);
+}
+
+static void close_sources(struct sources *sources)
+{
+    if (sources == NULL) {
+        return;
+    }
+    if (!sources->same_files) {
+        qkv_weights_close(sources->weights[QKV_PHASE_PREFILL]);
+    }
+    qkv_weights_close(sources->weights[QKV_PHASE_DECODE]);
+    free(sources);
+}
+
+static void set_row_limits(struct qkv_engine *engine, const struct qkv_engine_options *options,
+                           const struct qkv_model_config *config)
 {
     engine->max_rows = options->chunk_tokens + options->max_running;
     int64_t row_bytes = (int64_t)config->vocab * (int64_t)sizeof(float);
@@ -133,7 +170,14 @@ static enum qkv_status load_model(struct qkv_error *err, struct qkv_engine *engi
         logit_rows = options->n_lanes; /* a position is compared in all lanes at once */
     }
     engine->max_logit_rows = (int32_t)logit_rows;
-    struct qkv_model_options model = {
+}
+
+/* The set of weights for generated positions, or for all of them. */
+static enum qkv_status load_decode(struct qkv_error *err, struct qkv_engine *engine,
+                                   const struct qkv_engine_options *options,
+                                   const struct sources *sources)
+{
+    const struct qkv_model_options model = {
         .backend = engine->backend,
         .device = engine->device,
         .max_rows = engine->max_rows,
@@ -142,18 +186,69 @@ static enum qkv_status load_model(struct qkv_error *err, struct qkv_engine *engi
         .matrices = options->matrices,
         .online = options->online,
         .n_threads = options->n_threads,
-        .int8 = options->activations == QKV_ACTIVATIONS_INT8,
+        .int8 = options->activations == QKV_ACTIVATIONS_INT8 && options->prefill == NULL,
         .log = &engine->log,
         .progress = options->progress,
         .progress_ctx = options->progress_ctx,
     };
-    return qkv_model_load(err, weights, &model, &engine->model);
+    struct qkv_model **out = &engine->models[QKV_PHASE_DECODE];
+    QKV_TRY(qkv_model_load(err, sources->weights[QKV_PHASE_DECODE], &model, out));
+    engine->models[QKV_PHASE_PREFILL] = *out;
+    return QKV_OK;
+}
+
+/* The other set of weights, after the first. */
+static enum qkv_status load_prefill(struct qkv_error *err, struct qkv_engine *engine,
+                                    const struct qkv_engine_options *options,
+                                    const struct sources *sources)
+{
+    struct qkv_model *decode = engine->models[QKV_PHASE_DECODE];
+    struct qkv_model_int8 int8;
+    qkv_model_int8(decode, &int8);
+    const struct qkv_model_options model = {
+        .backend = engine->backend,
+        .device = engine->device,
+        .max_rows = engine->max_rows,
+        .max_logit_rows = engine->max_logit_rows,
+        .quantize_q = options->quantize_q,
+        .matrices = options->prefill->matrices,
+        .online = options->prefill->online,
+        .first = decode,
+        .same_files = sources->same_files,
+        .n_threads = options->n_threads,
+        .int8 = options->activations == QKV_ACTIVATIONS_INT8 && int8.n_int8 == 0,
+        .log = &engine->log,
+        .progress = options->progress,
+        .progress_ctx = options->progress_ctx,
+    };
+    struct qkv_model *prefill = NULL;
+    QKV_TRY(qkv_model_load(err, sources->weights[QKV_PHASE_PREFILL], &model, &prefill));
+    engine->models[QKV_PHASE_PREFILL] = prefill;
+    const size_t row_bytes = (size_t)qkv_engine_config(engine)->hidden * sizeof(float);
+    engine->hidden_bytes = (size_t)engine->max_rows * row_bytes;
+    return engine->backend->buffer_create(err, engine->device, (size_t)engine->hidden_bytes,
+                                          &engine->hidden);
+}
+
+static enum qkv_status load_phase(struct qkv_error *err, struct qkv_engine *engine,
+                                  const struct qkv_engine_options *options,
+                                  const struct sources *sources, enum qkv_phase phase)
+{
+    const struct qkv_model_config *config = &sources->config[QKV_PHASE_DECODE];
+    struct qkv_load_log load_log;
+    struct qkv_model_memory memory;
+    qkv_load_log_begin(&load_log, &engine->log, sources->weights[phase], config);
+    QKV_TRY(
+        (phase == QKV_PHASE_DECODE ? load_decode : load_prefill)(err, engine, options, sources));
+    qkv_model_memory(engine->models[phase], &memory);
+    qkv_load_log_end(&load_log, config, memory.weight_bytes);
+    return QKV_OK;
 }
 
 static enum qkv_status create_lanes(struct qkv_error *err, struct qkv_engine *engine,
                                     const struct qkv_engine_options *options)
 {
-    const struct qkv_model_config *config = qkv_model_get_config(engine->model);
+    const struct qkv_model_config *config = qkv_engine_config(engine);
     int32_t n_pages = (int32_t)(options->kv_tokens / QKV_PAGE_TOKENS);
     void *layers = NULL;
     QKV_TRY(qkv_calloc(err, (size_t)options->n_layers, sizeof(struct qkv_kv_layer), &layers));
@@ -213,24 +308,23 @@ static enum qkv_status create_arrays(struct qkv_error *err, struct qkv_engine *e
 
 static enum qkv_status open_engine(struct qkv_error *err, struct qkv_engine *engine,
                                    const struct qkv_engine_options *options,
-                                   const struct qkv_weights *weights,
-                                   struct qkv_model_config *config)
+                                   struct sources *sources)
 {
-    QKV_TRY(qkv_model_config_read(err, weights, config));
+    const struct qkv_model_config *config = &sources->config[QKV_PHASE_DECODE];
+    QKV_TRY(open_sources(err, options, sources));
     QKV_TRY(check_against_model(err, options, config));
     engine->max_model_len =
         options->max_model_len > 0 ? options->max_model_len : config->max_positions;
     QKV_TRY(open_device(err, engine, options));
     QKV_TRY(check_kv_support(err, engine, options, config));
-    struct qkv_load_log load_log;
-    struct qkv_model_memory memory;
-    qkv_load_log_begin(&load_log, &engine->log, weights, config);
-    QKV_TRY(load_model(err, engine, options, weights, config));
-    qkv_model_memory(engine->model, &memory);
-    qkv_load_log_end(&load_log, config, memory.weight_bytes);
+    set_row_limits(engine, options, config);
+    QKV_TRY(load_phase(err, engine, options, sources, QKV_PHASE_DECODE));
+    if (options->prefill != NULL) {
+        QKV_TRY(load_phase(err, engine, options, sources, QKV_PHASE_PREFILL));
+    }
     QKV_TRY(create_lanes(err, engine, options));
     for (int32_t lane = 0; lane < engine->n_lanes; lane++) {
-        qkv_load_log_pool(&load_log, lane, engine->kv_tokens,
+        qkv_load_log_pool(&engine->log, lane, engine->kv_tokens,
                           options->kv_formats + (size_t)lane * (size_t)options->n_layers * 2,
                           options->n_layers, config->head_dim,
                           engine->backend->kv_bytes(engine->lanes[lane]));
@@ -242,9 +336,8 @@ enum qkv_status qkv_engine_open(struct qkv_error *err, const struct qkv_engine_o
                                 struct qkv_engine **out)
 {
     QKV_TRY(check_options(err, options));
-    struct qkv_weights *weights = NULL;
     struct qkv_engine *engine = NULL;
-    void *config = NULL;
+    void *sources = NULL;
     void *block = NULL;
     enum qkv_status status = qkv_calloc(err, 1, sizeof(struct qkv_engine), &block);
     if (status != QKV_OK) {
@@ -260,16 +353,12 @@ enum qkv_status qkv_engine_open(struct qkv_error *err, const struct qkv_engine_o
     engine->chunk_tokens = options->chunk_tokens;
     engine->owner = qkv_process_id();
     engine->next_id = 1;
-    status = qkv_calloc(err, 1, sizeof(struct qkv_model_config), &config);
+    status = qkv_calloc(err, 1, sizeof(struct sources), &sources);
     if (status == QKV_OK) {
-        status = qkv_weights_open(err, options->path, &weights);
-    }
-    if (status == QKV_OK) {
-        status = open_engine(err, engine, options, weights, config);
+        status = open_engine(err, engine, options, sources);
     }
 out:
-    free(config);
-    qkv_weights_close(weights);
+    close_sources(sources);
     if (status != QKV_OK) {
         qkv_engine_close(engine);
         return status;
@@ -303,7 +392,11 @@ void qkv_engine_close(struct qkv_engine *engine)
             engine->backend->kv_destroy(engine->device, engine->lanes[i]);
         }
         engine->backend->buffer_destroy(engine->device, engine->score.gathered);
-        qkv_model_destroy(engine->model);
+        engine->backend->buffer_destroy(engine->device, engine->hidden);
+        if (qkv_engine_has_phases(engine)) {
+            qkv_model_destroy(engine->models[QKV_PHASE_PREFILL]);
+        }
+        qkv_model_destroy(engine->models[QKV_PHASE_DECODE]);
         engine->backend->close(engine->device);
     }
     qkv_batch_free(&engine->batch);

@@ -21,12 +21,14 @@ void qkv_engine_want(struct qkv_engine *engine, const struct qkv_wanted_row *row
     }
 }
 
-static void want(struct qkv_engine *engine, struct qkv_generation *gen, int32_t row,
-                 int32_t prompt_index, int32_t target)
+/* The logits of a position, which row `row` of the step computes. */
+static void want(struct qkv_engine *engine, struct qkv_generation *gen, int32_t position,
+                 int32_t row, int32_t prompt_index, int32_t target)
 {
     int32_t n_top = prompt_index >= 0 ? gen->params.prompt_n_top : gen->params.n_top;
     qkv_engine_want(engine, &(struct qkv_wanted_row){.gen = gen,
                                                      .row = row,
+                                                     .phase = qkv_seq_phase(gen->seq, position),
                                                      .prompt_index = prompt_index,
                                                      .target = target,
                                                      .n_top = n_top,
@@ -50,12 +52,12 @@ static enum qkv_status collect_wanted(struct qkv_error *err, struct qkv_engine *
             int32_t position = seq->n_cached + r;
             int32_t index = qkv_generation_prompt_index(gen, position);
             if (index >= 0) {
-                want(engine, gen, first_row + r, index, seq->tokens[position + 1]);
+                want(engine, gen, position, first_row + r, index, seq->tokens[position + 1]);
             }
         }
         if (slice->last && gen->params.max_tokens > 0) {
             QKV_TRY(qkv_generation_reserve(err, gen));
-            want(engine, gen, first_row + slice->n_rows - 1, -1, -1);
+            want(engine, gen, seq->n_tokens - 1, first_row + slice->n_rows - 1, -1, -1);
         }
         first_row += slice->n_rows;
     }
@@ -85,31 +87,35 @@ static void fill_sample_row(const struct qkv_wanted_row *wanted, int32_t logit_r
     out->row = logit_row;
 }
 
-/* How many wanted rows from `first` on make a piece: rows to be compared stay together. (A position
- * of a group has at most n_lanes rows, and a piece has room for them.) */
+/* How many wanted rows from `first` on make a piece: of one phase, and rows to be compared stay
+ * together. (A position of a group is of one phase, has at most n_lanes rows, and a piece has room
+ * for them.) */
 static int32_t piece_rows(const struct qkv_engine *engine, int32_t first)
 {
-    int32_t n = engine->n_wanted - first;
-    if (n <= engine->max_logit_rows) {
+    int32_t n = 1;
+    while (first + n < engine->n_wanted && n < engine->max_logit_rows &&
+           engine->wanted[first + n].phase == engine->wanted[first].phase) {
+        n++;
+    }
+    if (first + n == engine->n_wanted) {
         return n;
     }
-    n = engine->max_logit_rows;
     int32_t partner = engine->wanted[first + n].first;
     return partner >= first ? partner - first : n;
 }
 
-/* Rows of the batch and rows that were kept, one after the other. */
+/* Rows of the step and rows that were kept, one after the other. */
 static enum qkv_status gather(struct qkv_error *err, struct qkv_engine *engine,
                               const struct qkv_wanted_row *wanted, int32_t n)
 {
-    const int32_t hidden = qkv_model_get_config(engine->model)->hidden;
+    const int32_t hidden = qkv_engine_config(engine)->hidden;
     int32_t n_run;
     for (int32_t i = 0; i < n; i += n_run) {
         const struct qkv_buffer *from = wanted[i].kept;
         for (n_run = 1; i + n_run < n && wanted[i + n_run].kept == from; n_run++) {
         }
         QKV_TRY(engine->backend->copy_rows(err, engine->device, engine->score.gathered, i,
-                                           from != NULL ? from : qkv_model_hidden(engine->model),
+                                           from != NULL ? from : qkv_engine_hidden(engine),
                                            engine->logit_rows + i, n_run, hidden));
     }
     return QKV_OK;
@@ -124,11 +130,15 @@ static enum qkv_status compute_logits(struct qkv_error *err, struct qkv_engine *
         engine->logit_rows[i] = wanted[i].row;
         any_kept = any_kept || wanted[i].kept != NULL;
     }
-    if (!any_kept) {
-        return qkv_model_logits(err, engine->model, engine->logit_rows, n, logits);
+    struct qkv_model *model = engine->models[wanted->phase];
+    if (any_kept) {
+        QKV_TRY(gather(err, engine, wanted, n));
+        return qkv_model_logits_of_kept(err, model, engine->score.gathered, NULL, n, logits);
     }
-    QKV_TRY(gather(err, engine, wanted, n));
-    return qkv_model_logits_of_kept(err, engine->model, engine->score.gathered, n, logits);
+    if (engine->hidden != NULL) {
+        return qkv_model_logits_of_kept(err, model, engine->hidden, engine->logit_rows, n, logits);
+    }
+    return qkv_model_logits(err, model, engine->logit_rows, n, logits);
 }
 
 static enum qkv_status compare_piece(struct qkv_error *err, struct qkv_engine *engine,
@@ -154,8 +164,8 @@ static enum qkv_status compare_piece(struct qkv_error *err, struct qkv_engine *e
         .top1 = engine->top1 + first_pair,
     };
     return engine->backend->divergence(err, engine->device, logits,
-                                       qkv_model_get_config(engine->model)->vocab, engine->pairs,
-                                       n_pairs, &out);
+                                       qkv_engine_config(engine)->vocab, engine->pairs, n_pairs,
+                                       &out);
 }
 
 /* Logits, sampling and comparison for wanted rows first .. first + n - 1. */
@@ -177,9 +187,8 @@ static enum qkv_status sample_piece(struct qkv_error *err, struct qkv_engine *en
         .top_id = any_top ? engine->top_id + first_top : NULL,
         .top_logprob = any_top ? engine->top_logprob + first_top : NULL,
     };
-    QKV_TRY(engine->backend->sample(err, engine->device, logits,
-                                    qkv_model_get_config(engine->model)->vocab, engine->sample_rows,
-                                    n, &out));
+    QKV_TRY(engine->backend->sample(err, engine->device, logits, qkv_engine_config(engine)->vocab,
+                                    engine->sample_rows, n, &out));
     return compare_piece(err, engine, first, n, logits);
 }
 
@@ -220,13 +229,36 @@ static enum qkv_status zero_new_pages(struct qkv_error *err, struct qkv_engine *
     return QKV_OK;
 }
 
+const struct qkv_buffer *qkv_engine_hidden(const struct qkv_engine *engine)
+{
+    return engine->hidden != NULL ? engine->hidden
+                                  : qkv_model_hidden(engine->models[QKV_PHASE_PREFILL]);
+}
+
+enum qkv_status qkv_engine_forward(struct qkv_error *err, struct qkv_engine *engine)
+{
+    const int32_t *step_rows = engine->batch.step_rows;
+    for (int phase = QKV_PHASE_PREFILL; phase < QKV_PHASE_COUNT; phase++) {
+        const struct qkv_batch *batch = &engine->batch.batches[phase];
+        if (batch->n_rows == 0) {
+            continue;
+        }
+        QKV_TRY(qkv_model_forward(err, engine->models[phase], batch));
+        if (engine->hidden != NULL) {
+            QKV_TRY(qkv_model_copy_hidden(err, engine->models[phase], engine->hidden, step_rows));
+        }
+        step_rows += batch->n_rows;
+    }
+    return QKV_OK;
+}
+
 static enum qkv_status compute(struct qkv_error *err, struct qkv_engine *engine,
                                const struct qkv_step *plan)
 {
     QKV_TRY(zero_new_pages(err, engine, plan));
     QKV_TRY(collect_wanted(err, engine, plan));
     QKV_TRY(qkv_batch_fill(err, &engine->batch, plan, engine->lanes, engine->n_lanes));
-    QKV_TRY(qkv_model_forward(err, engine->model, &engine->batch.batch));
+    QKV_TRY(qkv_engine_forward(err, engine));
     QKV_TRY(qkv_score_keep(err, engine));
     return qkv_engine_answer_wanted(err, engine);
 }

@@ -57,7 +57,7 @@ static enum qkv_status check_lengths(struct qkv_error *err, const struct qkv_gen
     if (p->logprob_start != -1) {
         QKV_TRY(check_int(err, "logprob_start", p->logprob_start, 1, INT32_MAX));
     }
-    return QKV_OK;
+    return check_int(err, "decode_start", p->decode_start, 0, p->n_tokens);
 }
 
 static enum qkv_status check_sampling(struct qkv_error *err, const struct qkv_gen_params *p,
@@ -329,6 +329,9 @@ static enum qkv_status init_generation(struct qkv_error *err, struct qkv_generat
     QKV_TRY(qkv_seq_create(err, p->tokens, p->n_tokens, gen->params.max_tokens, &gen->seq));
     gen->seq->lane = p->lane;
     gen->seq->user = gen;
+    if (limits->has_phases) {
+        gen->seq->decode_start = p->decode_start == 0 ? p->n_tokens : p->decode_start;
+    }
     if (gen->n_prompt_wanted > 0) {
         gen->seq->n_reuse_limit = p->logprob_start - 1;
     }

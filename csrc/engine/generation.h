@@ -31,6 +31,9 @@ struct qkv_gen_params {
     int32_t n_top;         /* alternatives per output token, 0 .. QKV_TOP_MAX */
     int32_t logprob_start; /* first prompt position (>= 1) to report, -1: none */
     int32_t prompt_n_top;
+    /* First position that counts as generated, 1 to n_tokens; 0: n_tokens. It and those after it
+     * are computed with the weights of the decode phase, where the engine has two sets. */
+    int32_t decode_start;
     float repetition_penalty; /* 1: none */
     float presence_penalty;   /* 0: none */
     float frequency_penalty;
@@ -50,6 +53,7 @@ struct qkv_gen_limits {
     int32_t n_lanes;
     int32_t n_vocab;
     int32_t max_model_len;
+    bool has_phases;        /* two sets of weights */
     const int32_t *eos_ids; /* [n_eos], of the model */
     int32_t n_eos;
 };

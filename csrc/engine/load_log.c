@@ -109,7 +109,7 @@ static void format_dtype(char *out, size_t size, const enum qkv_kv_format *pairs
                    same ? "" : " (differs by layer)");
 }
 
-void qkv_load_log_pool(const struct qkv_load_log *self, int32_t lane, int64_t n_tokens,
+void qkv_load_log_pool(const struct qkv_log *log, int32_t lane, int64_t n_tokens,
                        const enum qkv_kv_format *pairs, int32_t n_layers, int32_t head_dim,
                        uint64_t n_bytes)
 {
@@ -122,7 +122,7 @@ void qkv_load_log_pool(const struct qkv_load_log *self, int32_t lane, int64_t n_
         }
     }
     double k_part = share[0] / (share[0] + share[1]);
-    qkv_log_write(self->log, QKV_LOG_INFO,
+    qkv_log_write(log, QKV_LOG_INFO,
                   "KV cache of lane %" PRId32 " is allocated. dtype: K %s, V %s, #tokens: %" PRId64
                   ", K size: %.3f GiB, V size: %.3f GiB",
                   lane, dtype[0], dtype[1], n_tokens, k_part * gib(n_bytes),

@@ -15,7 +15,8 @@ struct qkv_lockstep {
     int32_t *tokens; /* [n_rows + 1] */
     int32_t n_rows;  /* of a lane: the last token is only predicted */
     int32_t logprob_start;
-    int32_t *pages;    /* [n_pages]: 0, 1, 2, ... */
+    int32_t decode_start; /* as qkv_seq has it; a chunk is of one phase */
+    int32_t *pages;       /* [n_pages]: 0, 1, 2, ... */
     int32_t *computed; /* [n_computed]: lane 0, then the others that fork, by rising fork layer */
     int32_t n_computed;
     int32_t *seq_of; /* [n_lanes]: index into `computed` of the rows that stand for a lane */
@@ -30,7 +31,7 @@ enum qkv_status qkv_lockstep_init(struct qkv_error *err, struct qkv_engine *engi
                                   const struct qkv_engine_options *options)
 {
     const int32_t n_layers = options->n_layers;
-    const size_t n_scales = 2 * (size_t)qkv_model_get_config(engine->model)->n_kv_heads;
+    const size_t n_scales = 2 * (size_t)qkv_engine_config(engine)->n_kv_heads;
     void *block = NULL;
     QKV_TRY(qkv_calloc(err, (size_t)engine->n_lanes, sizeof(int32_t), &block));
     engine->fork_layers = block;
@@ -55,9 +56,9 @@ enum qkv_status qkv_lockstep_init(struct qkv_error *err, struct qkv_engine *engi
 
 static enum qkv_status check_document(struct qkv_error *err, const struct qkv_engine *engine,
                                       const int32_t *tokens, int32_t n_tokens,
-                                      int32_t logprob_start)
+                                      int32_t logprob_start, int32_t decode_start)
 {
-    const int32_t n_vocab = qkv_model_get_config(engine->model)->vocab;
+    const int32_t n_vocab = qkv_engine_config(engine)->vocab;
     if (n_tokens < 2 || n_tokens > engine->max_model_len) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "tokens: %d, must be 2 to %d (max_model_len)",
                         n_tokens, engine->max_model_len);
@@ -65,6 +66,10 @@ static enum qkv_status check_document(struct qkv_error *err, const struct qkv_en
     if (logprob_start < 1 || logprob_start >= n_tokens) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "logprob_start: %d, must be 1 to %d", logprob_start,
                         n_tokens - 1);
+    }
+    if (decode_start < 0 || decode_start > n_tokens) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "decode_start: %d, must be 0 to %d", decode_start,
+                        n_tokens);
     }
     for (int32_t i = 0; i < n_tokens; i++) {
         if (tokens[i] < 0 || tokens[i] >= n_vocab) {
@@ -96,7 +101,7 @@ static enum qkv_status check_idle(struct qkv_error *err, const struct qkv_engine
 static void order_lanes(struct qkv_lockstep *run)
 {
     const struct qkv_engine *engine = run->engine;
-    const int32_t n_layers = qkv_model_get_config(engine->model)->n_layers;
+    const int32_t n_layers = qkv_engine_config(engine)->n_layers;
     run->computed[run->n_computed++] = 0;
     for (int32_t layer = 0; layer < n_layers; layer++) {
         for (int32_t lane = 1; lane < engine->n_lanes; lane++) {
@@ -140,10 +145,11 @@ static enum qkv_status prepare(struct qkv_error *err, struct qkv_lockstep *run,
 
 enum qkv_status qkv_lockstep_begin(struct qkv_error *err, struct qkv_engine *engine,
                                    const int32_t *tokens, int32_t n_tokens, int32_t logprob_start,
-                                   const struct qkv_lockstep_out *out, struct qkv_lockstep **run)
+                                   int32_t decode_start, const struct qkv_lockstep_out *out,
+                                   struct qkv_lockstep **run)
 {
     QKV_TRY(qkv_engine_check_usable(err, engine));
-    QKV_TRY(check_document(err, engine, tokens, n_tokens, logprob_start));
+    QKV_TRY(check_document(err, engine, tokens, n_tokens, logprob_start, decode_start));
     QKV_TRY(check_idle(err, engine));
     void *block = NULL;
     QKV_TRY(qkv_calloc(err, 1, sizeof(struct qkv_lockstep), &block));
@@ -152,6 +158,8 @@ enum qkv_status qkv_lockstep_begin(struct qkv_error *err, struct qkv_engine *eng
     made->out = *out;
     made->n_rows = n_tokens - 1;
     made->logprob_start = logprob_start;
+    const bool one_phase = decode_start == 0 || !qkv_engine_has_phases(engine);
+    made->decode_start = one_phase ? INT32_MAX : decode_start;
     enum qkv_status status = prepare(err, made, tokens);
     if (status != QKV_OK) {
         qkv_lockstep_end(made);
@@ -194,6 +202,11 @@ static enum qkv_status zero_pages(struct qkv_error *err, struct qkv_lockstep *ru
     return QKV_OK;
 }
 
+static enum qkv_phase phase_of_chunk(const struct qkv_lockstep *run)
+{
+    return run->n_done < run->decode_start ? QKV_PHASE_PREFILL : QKV_PHASE_DECODE;
+}
+
 static void fill_batch(struct qkv_lockstep *run, int32_t n_rows)
 {
     struct qkv_engine *engine = run->engine;
@@ -213,9 +226,11 @@ static void fill_batch(struct qkv_lockstep *run, int32_t n_rows)
         for (int32_t r = 0; r < n_rows; r++) {
             arrays->tokens[first_row + r] = run->tokens[run->n_done + r];
             arrays->positions[first_row + r] = run->n_done + r;
+            arrays->step_rows[first_row + r] = first_row + r;
         }
     }
-    arrays->batch = (struct qkv_batch){
+    memset(arrays->batches, 0, sizeof arrays->batches);
+    arrays->batches[phase_of_chunk(run)] = (struct qkv_batch){
         .n_rows = run->n_computed * n_rows,
         .tokens = arrays->tokens,
         .positions = arrays->positions,
@@ -237,6 +252,7 @@ static void want_rows(struct qkv_lockstep *run, int32_t n_rows)
         for (int32_t lane = 0; index >= 0 && lane < engine->n_lanes; lane++) {
             qkv_engine_want(engine, &(struct qkv_wanted_row){
                                         .row = run->seq_of[lane] * n_rows + r,
+                                        .phase = phase_of_chunk(run),
                                         .prompt_index = index,
                                         .target = run->tokens[run->n_done + r + 1],
                                         .first = lane == 0 ? -1 : first,
@@ -268,16 +284,20 @@ enum qkv_status qkv_lockstep_step(struct qkv_error *err, struct qkv_lockstep *ru
     QKV_TRY(qkv_engine_check_usable(err, engine));
     int32_t n_rows = run->n_rows - run->n_done;
     n_rows = n_rows < run->chunk_rows ? n_rows : run->chunk_rows;
+    if (run->n_done < run->decode_start && n_rows > run->decode_start - run->n_done) {
+        n_rows = run->decode_start - run->n_done;
+    }
     if (n_rows > 0) {
-        const uint64_t n_before = qkv_model_layer_rows(engine->model);
-        const uint64_t n_layers = (uint64_t)qkv_model_get_config(engine->model)->n_layers;
+        const struct qkv_model *model = engine->models[phase_of_chunk(run)];
+        const uint64_t n_before = qkv_model_layer_rows(model);
+        const uint64_t n_layers = (uint64_t)qkv_engine_config(engine)->n_layers;
         QKV_TRY(zero_pages(err, run, n_rows));
         fill_batch(run, n_rows);
-        QKV_TRY(qkv_model_forward(err, engine->model, &engine->batch.batch));
+        QKV_TRY(qkv_engine_forward(err, engine));
         want_rows(run, n_rows);
         QKV_TRY(qkv_engine_answer_wanted(err, engine));
         take_figures(run);
-        const uint64_t n_computed = qkv_model_layer_rows(engine->model) - n_before;
+        const uint64_t n_computed = qkv_model_layer_rows(model) - n_before;
         run->counts.n_computed += n_computed;
         run->counts.n_skipped +=
             (uint64_t)n_rows * (uint64_t)engine->n_lanes * n_layers - n_computed;

@@ -35,13 +35,14 @@ struct qkv_lockstep_counts {
 enum qkv_status qkv_lockstep_init(struct qkv_error *err, struct qkv_engine *engine,
                                   const struct qkv_engine_options *options);
 
-/* Tokens are copied, `out` is kept. Needs an engine in which no sequence waits or runs
- * (QKV_ERR_STATE), and empties its prefix trees. QKV_ERR_ARGUMENT for tokens, for more lanes than
- * the engine has rows; QKV_ERR_PAGES if the pools are too small. Between begin and end the engine
- * must not be used otherwise. */
+/* Tokens are copied, `out` is kept. decode_start: as struct qkv_gen_params has it. Needs an engine
+ * in which no sequence waits or runs (QKV_ERR_STATE), and empties its prefix trees.
+ * QKV_ERR_ARGUMENT for tokens, for more lanes than the engine has rows; QKV_ERR_PAGES if the pools
+ * are too small. Between begin and end the engine must not be used otherwise. */
 enum qkv_status qkv_lockstep_begin(struct qkv_error *err, struct qkv_engine *engine,
                                    const int32_t *tokens, int32_t n_tokens, int32_t logprob_start,
-                                   const struct qkv_lockstep_out *out, struct qkv_lockstep **run);
+                                   int32_t decode_start, const struct qkv_lockstep_out *out,
+                                   struct qkv_lockstep **run);
 
 /* One chunk; *done after the last. If it fails, it can be tried again. */
 enum qkv_status qkv_lockstep_step(struct qkv_error *err, struct qkv_lockstep *run, bool *done);

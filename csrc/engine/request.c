@@ -33,6 +33,7 @@ enum qkv_status qkv_seq_create(struct qkv_error *err, const int32_t *prompt, int
     seq->tokens_capacity = n_prompt;
     seq->max_tokens = max_tokens;
     seq->n_reuse_limit = INT32_MAX;
+    seq->decode_start = INT32_MAX;
     seq->order = -1;
     seq->slot = -1;
     *out = seq;

@@ -14,9 +14,9 @@ enum qkv_seq_state {
     QKV_SEQ_FINISHED
 };
 
-/* Fields up to the line are the engine's to read. It sets id, lane, n_reuse_limit and user between
- * create and add; from then on the scheduler alone writes (but the engine may raise n_reuse_limit).
- * `tokens` and `pages` may move at any call of the scheduler. */
+/* Fields up to the line are the engine's to read. It sets id, lane, n_reuse_limit, decode_start and
+ * user between create and add; from then on the scheduler alone writes (but the engine may raise
+ * n_reuse_limit). `tokens` and `pages` may move at any call of the scheduler. */
 struct qkv_seq {
     int64_t id;
     int32_t lane;
@@ -30,6 +30,9 @@ struct qkv_seq {
     int32_t n_reuse_limit;  /* at most this many positions may come from the prefix tree: positions
                                from here on must be computed because their logits are wanted;
                                INT32_MAX after create */
+    int32_t decode_start;   /* positions from here on are computed with the weights of the decode
+                               phase, where the engine has two sets: their pages are never found as
+                               prefixes, nor come from one. INT32_MAX after create: none are */
     int32_t n_retractions;
     int32_t *pages; /* [n_pages] ids in the lane's pool */
     int32_t n_pages;

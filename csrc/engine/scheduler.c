@@ -116,6 +116,10 @@ enum qkv_status qkv_scheduler_add(struct qkv_error *err, struct qkv_scheduler *s
         return qkv_fail(err, QKV_ERR_ARGUMENT, "sequence %lld: n_reuse_limit is %d, at least 0",
                         (long long)seq->id, (int)seq->n_reuse_limit);
     }
+    if (seq->decode_start < 1) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "sequence %lld: decode_start is %d, at least 1",
+                        (long long)seq->id, (int)seq->decode_start);
+    }
     if (qkv_pages_for(qkv_seq_final_tokens(seq)) > options->n_pages) {
         return qkv_fail(err, QKV_ERR_PAGES,
                         "%lld tokens needed (prompt %d + max_tokens %d), the KV pool holds %lld",
@@ -176,7 +180,7 @@ static void give_pages(struct qkv_lane *lane, struct qkv_seq *seq)
  * that one takes the place of the sequence's own: both hold the same bits (promise 1). */
 static void share_full_pages(struct qkv_lane *lane, struct qkv_seq *seq)
 {
-    while (seq->n_shared_pages < seq->n_cached / QKV_PAGE_TOKENS) {
+    while (seq->n_shared_pages < qkv_shareable_pages(seq, seq->n_cached)) {
         int32_t i = seq->n_shared_pages;
         seq->node = qkv_radix_extend(lane->tree, seq->node,
                                      seq->tokens + (size_t)i * QKV_PAGE_TOKENS, seq->pages[i]);
@@ -343,7 +347,7 @@ static int32_t reusable_pages(const struct qkv_scheduler *scheduler, const struc
     if (seq->n_reuse_limit < n_reusable) {
         n_reusable = seq->n_reuse_limit;
     }
-    return n_reusable / QKV_PAGE_TOKENS;
+    return qkv_shareable_pages(seq, n_reusable);
 }
 
 static bool same_pages(const struct qkv_seq *a, const struct qkv_seq *b, int32_t begin, int32_t end)
@@ -362,7 +366,7 @@ static int32_t awaited_pages(const struct qkv_scheduler *scheduler, const struct
     int32_t n_awaited = 0;
     for (size_t i = scheduler->first_prefill; i < scheduler->n_slices; i++) {
         const struct qkv_seq *seq = scheduler->slices[i].seq;
-        int32_t n_full = seq->n_tokens / QKV_PAGE_TOKENS;
+        int32_t n_full = qkv_shareable_pages(seq, seq->n_tokens);
         int32_t n_same = 0;
         if (seq->lane != candidate->lane || n_full <= n_known ||
             !same_pages(seq, candidate, n_known, n_known + 1) ||

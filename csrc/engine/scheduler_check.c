@@ -15,7 +15,7 @@ static enum qkv_status check_seq(struct qkv_error *err, const struct qkv_schedul
 {
     const struct qkv_lane *lane = qkv_lane_of(scheduler, seq);
     long long id = (long long)seq->id;
-    int32_t n_full = seq->n_cached / QKV_PAGE_TOKENS;
+    int32_t n_full = qkv_shareable_pages(seq, seq->n_cached);
     if (seq->state != QKV_SEQ_RUNNING || seq->n_cached < 0 || seq->n_cached > seq->n_tokens ||
         seq->n_tokens > qkv_seq_final_tokens(seq) || seq->n_tokens > seq->tokens_capacity ||
         seq->n_pages > seq->pages_capacity || seq->slot != -1) {

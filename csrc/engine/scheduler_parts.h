@@ -46,6 +46,13 @@ static inline int32_t qkv_pages_for(int64_t n_tokens)
     return (int32_t)((n_tokens + QKV_PAGE_TOKENS - 1) / QKV_PAGE_TOKENS);
 }
 
+/* How many of a sequence's first n tokens fill pages that may stand in the prefix tree: none whose
+ * keys and values depend on which tokens are prompt and which are output. */
+static inline int32_t qkv_shareable_pages(const struct qkv_seq *seq, int32_t n)
+{
+    return (n < seq->decode_start ? n : seq->decode_start) / QKV_PAGE_TOKENS;
+}
+
 static inline int64_t qkv_seq_final_tokens(const struct qkv_seq *seq)
 {
     return (int64_t)seq->n_prompt + seq->max_tokens;

@@ -8,7 +8,7 @@
 
 static size_t row_bytes(const struct qkv_engine *engine)
 {
-    return (size_t)qkv_model_get_config(engine->model)->hidden * sizeof(float);
+    return (size_t)qkv_engine_config(engine)->hidden * sizeof(float);
 }
 
 enum qkv_status qkv_score_init(struct qkv_error *err, struct qkv_engine *engine)
@@ -98,6 +98,10 @@ static enum qkv_status check_same(struct qkv_error *err, const struct qkv_score_
     if (gen->params.logprob_start != other->params.logprob_start) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "logprob_start: %d, in group %lld it is %d",
                         gen->params.logprob_start, id, other->params.logprob_start);
+    }
+    if (gen->seq->decode_start != other->seq->decode_start) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "decode_start: %d, in group %lld it is %d",
+                        gen->seq->decode_start, id, other->seq->decode_start);
     }
     if (gen->seq->n_prompt != other->seq->n_prompt ||
         memcmp(gen->seq->tokens, other->seq->tokens,
@@ -283,6 +287,7 @@ static void want_common(struct qkv_engine *engine, struct qkv_score_group *group
             struct qkv_generation *gen = group->members[i];
             struct qkv_wanted_row wanted = {
                 .gen = gen,
+                .phase = qkv_seq_phase(gen->seq, gen->params.logprob_start - 1 + index),
                 .prompt_index = index,
                 .target = gen->seq->tokens[gen->params.logprob_start + index],
                 .n_top = gen->params.prompt_n_top,
@@ -341,8 +346,8 @@ static enum qkv_status keep_rows(struct qkv_error *err, struct qkv_engine *engin
         engine->score.row_list[i] = member->first_row + first - gen->n_prompt_kept + i;
     }
     return engine->backend->copy_rows(err, engine->device, rows->buffer, 0,
-                                      qkv_model_hidden(engine->model), engine->score.row_list, n,
-                                      qkv_model_get_config(engine->model)->hidden);
+                                      qkv_engine_hidden(engine), engine->score.row_list, n,
+                                      qkv_engine_config(engine)->hidden);
 }
 
 enum qkv_status qkv_score_keep(struct qkv_error *err, struct qkv_engine *engine)

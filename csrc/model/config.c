@@ -356,3 +356,75 @@ enum qkv_status qkv_model_config_read(struct qkv_error *err, const struct qkv_we
     *out = config;
     return QKV_OK;
 }
+
+static enum qkv_status same_sizes(struct qkv_error *err, const struct qkv_model_config *a,
+                                  const struct qkv_model_config *b)
+{
+    const struct {
+        const char *name;
+        int32_t a, b;
+    } numbers[] = {
+        {"layers", a->n_layers, b->n_layers},
+        {"channels", a->hidden, b->hidden},
+        {"heads", a->n_heads, b->n_heads},
+        {"KV heads", a->n_kv_heads, b->n_kv_heads},
+        {"channels in a head", a->head_dim, b->head_dim},
+        {"channels inside the MLP", a->ffn, b->ffn},
+        {"tokens in the vocabulary", a->vocab, b->vocab},
+        {"norms of q and k", a->qk_norm, b->qk_norm},
+        {"norms after blocks", a->post_norms, b->post_norms},
+        {"rotary embeddings", a->n_ropes, b->n_ropes},
+    };
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
+        if (numbers[i].a != numbers[i].b) {
+            return qkv_fail(err, QKV_ERR_CHECKPOINT, "another model: %" PRId32 " %s, not %" PRId32,
+                            numbers[i].a, numbers[i].name, numbers[i].b);
+        }
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status same_reals(struct qkv_error *err, const struct qkv_model_config *a,
+                                  const struct qkv_model_config *b)
+{
+    const struct {
+        const char *name;
+        double a, b;
+    } reals[] = {
+        {"the epsilon of norms", a->norm_eps, b->norm_eps},
+        {"the scale of embeddings", a->embed_scale, b->embed_scale},
+        {"the scale of attention", a->attn_scale, b->attn_scale},
+        {"attention's softcap", a->attn_softcap, b->attn_softcap},
+        {"the logits' softcap", a->logit_softcap, b->logit_softcap},
+    };
+    for (size_t i = 0; i < sizeof reals / sizeof reals[0]; i++) {
+        if ((float)reals[i].a != (float)reals[i].b) { /* GGUF has them in fp32 */
+            return qkv_fail(err, QKV_ERR_CHECKPOINT, "another model: %s is %g, not %g",
+                            reals[i].name, reals[i].a, reals[i].b);
+        }
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_model_config_same(struct qkv_error *err, const struct qkv_model_config *a,
+                                      const struct qkv_model_config *b)
+{
+    if (strcmp(a->arch, b->arch) != 0) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT, "another model: %s, not %s", a->arch, b->arch);
+    }
+    QKV_TRY(same_sizes(err, a, b));
+    QKV_TRY(same_reals(err, a, b));
+    if (a->act != b->act) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT, "another model: another activation in the MLP");
+    }
+    for (int32_t i = 0; i < a->n_layers; i++) {
+        if (a->layers[i].window != b->layers[i].window || a->layers[i].rope != b->layers[i].rope) {
+            return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                            "another model: layer %" PRId32 " has a window of %" PRId32
+                            " and rotary embedding %" PRId32 ", not %" PRId32 " and %" PRId32,
+                            i, a->layers[i].window, a->layers[i].rope, b->layers[i].window,
+                            b->layers[i].rope);
+        }
+    }
+    return QKV_OK;
+}

@@ -72,6 +72,13 @@ struct qkv_model_config {
 enum qkv_status qkv_model_config_read(struct qkv_error *err, const struct qkv_weights *weights,
                                       struct qkv_model_config *out);
 
+/* Whether both are of one model, so that their weights may serve positions of one sequence: all
+ * that shapes, cache and arithmetic depend on, but for the frequencies of rotary embeddings, which
+ * files may spell differently (model.c compares those). Not: how the weights are stored.
+ * QKV_ERR_CHECKPOINT names what differs, with `a`'s value first. */
+enum qkv_status qkv_model_config_same(struct qkv_error *err, const struct qkv_model_config *a,
+                                      const struct qkv_model_config *b);
+
 /* From the text of a config.json alone (no tensors): for planning, and for fuzzing. */
 enum qkv_status qkv_model_config_parse(struct qkv_error *err, const char *json, size_t json_len,
                                        struct qkv_model_config *out);

@@ -243,10 +243,23 @@ const struct qkv_buffer *qkv_model_hidden(const struct qkv_model *model)
     return model->x;
 }
 
+enum qkv_status qkv_model_copy_hidden(struct qkv_error *err, const struct qkv_model *model,
+                                      struct qkv_buffer *out, const int32_t *to)
+{
+    int32_t n_run;
+    for (int32_t i = 0; i < model->n_rows; i += n_run) {
+        for (n_run = 1; i + n_run < model->n_rows && to[i + n_run] == to[i] + n_run; n_run++) {
+        }
+        QKV_TRY(model->backend->copy_rows(err, model->device, out, to[i], model->x,
+                                          model->row_list + i, n_run, model->config.hidden));
+    }
+    return QKV_OK;
+}
+
 enum qkv_status qkv_model_logits_of_kept(struct qkv_error *err, struct qkv_model *model,
-                                         const struct qkv_buffer *kept, int32_t n,
-                                         const struct qkv_buffer **logits)
+                                         const struct qkv_buffer *kept, const int32_t *rows,
+                                         int32_t n, const struct qkv_buffer **logits)
 {
     QKV_TRY(check_logit_rows(err, model, n));
-    return run_head(err, model, kept, NULL, n, logits);
+    return run_head(err, model, kept, rows, n, logits);
 }

@@ -3,6 +3,7 @@
 #include "model/model.h"
 
 #include <inttypes.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -83,12 +84,12 @@ static enum qkv_status create_weight(struct qkv_error *err, const struct loader 
     return status;
 }
 
-static enum qkv_status load_matrix(struct qkv_error *err, struct loader *loader, int32_t layer,
-                                   enum qkv_part part, struct qkv_weight **out)
+/* Into the backend, rows in the order in which the model uses them. */
+static enum qkv_status create_ordered(struct qkv_error *err, const struct loader *loader,
+                                      enum qkv_part part, struct qkv_matrix matrix,
+                                      struct qkv_weight **out)
 {
     const struct qkv_model *model = loader->model;
-    const struct qkv_stored *stored = qkv_bound_get(&loader->bound, layer, part)->matrix;
-    struct qkv_matrix matrix = stored->matrix;
     int32_t *row_index = NULL;
     if (is_permuted(loader, part)) {
         const int32_t n_rows = (int32_t)matrix.n_out;
@@ -102,8 +103,32 @@ static enum qkv_status load_matrix(struct qkv_error *err, struct loader *loader,
     }
     const enum qkv_status status = create_weight(err, loader, part, &matrix, out);
     free(row_index);
-    QKV_TRY(status);
-    loader->model->memory.weight_bytes += model->backend->weight_bytes(*out);
+    return status;
+}
+
+/* What the first set of weights has of the embedding or the head, if this one's is the same: a
+ * plain tensor of the same files, which neither makes anything else of. */
+static struct qkv_weight *shared_end(const struct loader *loader, enum qkv_part part,
+                                     const struct qkv_stored *stored)
+{
+    const struct qkv_model *first = loader->options->first;
+    if (!loader->options->same_files || first->online_ends || is_quantized_online(loader, part) ||
+        stored->matrix.format == QKV_FORMAT_COUNT) {
+        return NULL;
+    }
+    return part == QKV_PART_EMBED ? first->embed : part == QKV_PART_HEAD ? first->head : NULL;
+}
+
+static enum qkv_status load_matrix(struct qkv_error *err, struct loader *loader, int32_t layer,
+                                   enum qkv_part part, struct qkv_weight **out)
+{
+    struct qkv_model *model = loader->model;
+    const struct qkv_stored *stored = qkv_bound_get(&loader->bound, layer, part)->matrix;
+    *out = shared_end(loader, part, stored);
+    if (*out == NULL) {
+        QKV_TRY(create_ordered(err, loader, part, stored->matrix, out));
+        model->memory.weight_bytes += model->backend->weight_bytes(*out);
+    }
     for (int32_t i = 0; i < stored->n_tensors; i++) {
         QKV_TRY(tensor_done(err, loader, stored->tensors[i]));
     }
@@ -221,25 +246,54 @@ static enum qkv_status divide_by_factors(struct qkv_error *err, struct loader *l
     return tensor_done(err, loader, tensor);
 }
 
+/* One set of weights reads the keys that the other has rotated. Files round their frequencies, in
+ * fp32 at the least. */
+static enum qkv_status share_rope(struct qkv_error *err, struct qkv_model *model, int32_t i)
+{
+    const struct qkv_model *first = model->first;
+    const int32_t n_pairs = model->config.head_dim / 2;
+    const float *own = model->inv_freq + (size_t)i * (size_t)n_pairs;
+    const float *other = first->inv_freq + (size_t)i * (size_t)n_pairs;
+    const float tolerance = 1e-5f;
+    bool same = fabsf(model->mscales[i] - first->mscales[i]) <= tolerance * first->mscales[i];
+    for (int32_t p = 0; same && p < n_pairs; p++) {
+        same = fabsf(own[p] - other[p]) <= tolerance * other[p];
+    }
+    if (!same) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "another model: the frequencies of its rotary embedding %" PRId32
+                        " are not those of the other weights",
+                        i);
+    }
+    model->ropes[i] = first->ropes[i];
+    return QKV_OK;
+}
+
 static enum qkv_status create_ropes(struct qkv_error *err, struct loader *loader)
 {
     struct qkv_model *model = loader->model;
     const int32_t n_pairs = model->config.head_dim / 2;
     void *block;
-    QKV_TRY(qkv_calloc(err, (size_t)n_pairs, sizeof(float), &block));
-    float *inv_freq = block;
-    enum qkv_status status = QKV_OK;
-    for (int32_t i = 0; status == QKV_OK && i < model->config.n_ropes; i++) {
-        struct qkv_rope_desc desc = {
-            .n_pairs = n_pairs, .inv_freq = inv_freq, .style = QKV_ROPE_HALVES};
-        qkv_rope_frequencies(&model->config.ropes[i], n_pairs, inv_freq, &desc.mscale);
-        status = i == 0 ? divide_by_factors(err, loader, inv_freq) : QKV_OK;
-        if (status == QKV_OK) {
-            status = model->backend->rope_create(err, model->device, &desc, &model->ropes[i]);
+    QKV_TRY(qkv_calloc(err, (size_t)model->config.n_ropes * (size_t)n_pairs + 1, sizeof(float),
+                       &block));
+    model->inv_freq = block;
+    for (int32_t i = 0; i < model->config.n_ropes; i++) {
+        float *inv_freq = model->inv_freq + (size_t)i * (size_t)n_pairs;
+        qkv_rope_frequencies(&model->config.ropes[i], n_pairs, inv_freq, &model->mscales[i]);
+        if (i == 0) {
+            QKV_TRY(divide_by_factors(err, loader, inv_freq));
         }
+        if (model->first != NULL) {
+            QKV_TRY(share_rope(err, model, i));
+            continue;
+        }
+        const struct qkv_rope_desc desc = {.n_pairs = n_pairs,
+                                           .inv_freq = inv_freq,
+                                           .mscale = model->mscales[i],
+                                           .style = QKV_ROPE_HALVES};
+        QKV_TRY(model->backend->rope_create(err, model->device, &desc, &model->ropes[i]));
     }
-    free(block);
-    return status;
+    return QKV_OK;
 }
 
 static enum qkv_status create_buffer(struct qkv_error *err, struct qkv_model *model, uint64_t rows,
@@ -257,6 +311,15 @@ static enum qkv_status create_buffer(struct qkv_error *err, struct qkv_model *mo
     return QKV_OK;
 }
 
+static void share_buffers(struct qkv_model *model, const struct qkv_model *first)
+{
+    model->x = first->x;
+    model->wide = first->wide;
+    model->heads = first->heads;
+    model->branch = first->branch;
+    model->logits = first->logits;
+}
+
 static enum qkv_status create_buffers(struct qkv_error *err, struct qkv_model *model)
 {
     const struct qkv_model_config *config = &model->config;
@@ -271,6 +334,10 @@ static enum qkv_status create_buffers(struct qkv_error *err, struct qkv_model *m
     model->row_list = row_list;
     for (int32_t i = 0; i < model->max_rows; i++) {
         model->row_list[i] = i;
+    }
+    if (model->first != NULL) {
+        share_buffers(model, model->first);
+        return QKV_OK;
     }
     QKV_TRY(create_buffer(err, model, n_rows, hidden, &model->x));
     QKV_TRY(create_buffer(err, model, n_rows, wide, &model->wide));
@@ -396,6 +463,8 @@ static enum qkv_status create_model(struct qkv_error *err, const struct qkv_weig
     model->max_rows = options->max_rows;
     model->max_logit_rows = options->max_logit_rows;
     model->quantize_q = options->quantize_q;
+    model->first = options->first;
+    model->online_ends = options->online != NULL && options->online->kind == QKV_TARGET_AFFINE;
     enum qkv_status status = qkv_model_config_read(err, weights, &model->config);
     void *layers = NULL;
     if (status == QKV_OK) {
@@ -455,6 +524,30 @@ static void destroy_layer(const struct qkv_model *model, struct qkv_layer_plan *
     destroy_linear(model, &plan->down);
 }
 
+static void destroy_ends(struct qkv_model *model)
+{
+    const struct qkv_model *first = model->first;
+    if (model->head != model->embed && (first == NULL || model->head != first->head)) {
+        model->backend->weight_destroy(model->device, model->head);
+    }
+    if (first == NULL || model->embed != first->embed) {
+        model->backend->weight_destroy(model->device, model->embed);
+    }
+}
+
+/* What a second set of weights has from the first. */
+static void destroy_step(struct qkv_model *model)
+{
+    for (int32_t i = 0; i < QKV_ROPES_MAX; i++) {
+        model->backend->rope_destroy(model->device, model->ropes[i]);
+    }
+    struct qkv_buffer *buffers[] = {model->x, model->wide, model->heads, model->branch,
+                                    model->logits};
+    for (size_t i = 0; i < sizeof buffers / sizeof buffers[0]; i++) {
+        model->backend->buffer_destroy(model->device, buffers[i]);
+    }
+}
+
 void qkv_model_destroy(struct qkv_model *model)
 {
     if (model == NULL) {
@@ -463,18 +556,12 @@ void qkv_model_destroy(struct qkv_model *model)
     for (int32_t i = 0; i < model->config.n_layers; i++) {
         destroy_layer(model, &model->layers[i]);
     }
-    for (int32_t i = 0; i < QKV_ROPES_MAX; i++) {
-        model->backend->rope_destroy(model->device, model->ropes[i]);
+    destroy_ends(model);
+    model->backend->buffer_destroy(model->device, model->final_norm);
+    if (model->first == NULL) {
+        destroy_step(model);
     }
-    if (model->head != model->embed) {
-        model->backend->weight_destroy(model->device, model->head);
-    }
-    model->backend->weight_destroy(model->device, model->embed);
-    struct qkv_buffer *buffers[] = {model->final_norm, model->x,      model->wide,
-                                    model->heads,      model->branch, model->logits};
-    for (size_t i = 0; i < sizeof buffers / sizeof buffers[0]; i++) {
-        model->backend->buffer_destroy(model->device, buffers[i]);
-    }
+    free(model->inv_freq);
     free(model->layers);
     free(model->row_list);
     free(model);

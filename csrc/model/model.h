@@ -25,6 +25,12 @@ struct qkv_model_options {
      * and the head stay as they are, but for MLX's affine targets, and so do, with a warning, those
      * whose rows the target's groups do not divide. */
     const struct qkv_target *online;
+    /* The first of two sets of weights of one model, which must outlive this one, or NULL. This one
+     * then has no step buffers and ropes of its own; and where both are read from the same files
+     * (`same_files`), an embedding or head that both hold as it is stored is there once. The
+     * configs must be the same (qkv_model_config_same). */
+    const struct qkv_model *first;
+    bool same_files;
     int32_t n_threads; /* that quantize; 0: as many as the process may use */
     bool int8;         /* the device quantizes activations: some matrix must take that */
     const struct qkv_log *log;
@@ -81,11 +87,14 @@ enum qkv_status qkv_model_logits(struct qkv_error *err, struct qkv_model *model,
                                  const int32_t *rows, int32_t n, const struct qkv_buffer **logits);
 
 /* The hidden states of the last forward's rows, f32 [max_rows, hidden], to keep some of them with
- * copy_rows; and the logits of rows 0 .. n - 1 of a buffer of kept ones, f32 [>= n, hidden]. The
- * logits of a row are the same bits either way. */
+ * copy_rows; copy_hidden: all of them, row i as row to[i] of `out`. And the logits of rows of a
+ * buffer of kept ones, f32 [*, hidden]; NULL: of rows 0 .. n - 1. The logits of a row are the same
+ * bits either way. */
 const struct qkv_buffer *qkv_model_hidden(const struct qkv_model *model);
+enum qkv_status qkv_model_copy_hidden(struct qkv_error *err, const struct qkv_model *model,
+                                      struct qkv_buffer *out, const int32_t *to);
 enum qkv_status qkv_model_logits_of_kept(struct qkv_error *err, struct qkv_model *model,
-                                         const struct qkv_buffer *kept, int32_t n,
-                                         const struct qkv_buffer **logits);
+                                         const struct qkv_buffer *kept, const int32_t *rows,
+                                         int32_t n, const struct qkv_buffer **logits);
 
 #endif

@@ -36,10 +36,15 @@ struct qkv_model {
     int32_t max_logit_rows;
     bool quantize_q;
 
+    const struct qkv_model *first; /* qkv_model_options.first: what it has, too, is its own */
+    bool online_ends;              /* embedding and head were quantized while loading */
+
     struct qkv_weight *embed;
     struct qkv_weight *head; /* == embed if tied */
     struct qkv_buffer *final_norm;
     struct qkv_rope *ropes[QKV_ROPES_MAX];
+    float *inv_freq; /* [n_ropes, head_dim / 2]: theirs */
+    float mscales[QKV_ROPES_MAX];
     struct qkv_layer_plan *layers; /* [config.n_layers] */
 
     /* Buffers of a step, f32. */

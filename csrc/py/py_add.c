@@ -7,7 +7,7 @@
 const char qkv_py_engine_add_doc[] =
     "add($self, tokens, *, lane=0, max_tokens=128, min_tokens=0, temperature=1.0,\n"
     "    top_p=1.0, top_k=0, min_p=0.0, seed=0, sample=0, stop_token_ids=None,\n"
-    "    ignore_eos=False, n_top=0, logprob_start=-1, prompt_n_top=0,\n"
+    "    ignore_eos=False, n_top=0, logprob_start=-1, prompt_n_top=0, decode_start=0,\n"
     "    repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,\n"
     "    bias_ids=None, bias=None, bad_words=(), watch=False, group=0, group_size=0)\n"
     "--\n\n"
@@ -16,7 +16,9 @@ const char qkv_py_engine_add_doc[] =
     "is cut so that the sequence stays within max_model_len. temperature 0 is greedy. seed (64\n"
     "bits), sample and the position in the sequence alone key the random numbers. EOS and\n"
     "stop_token_ids are forbidden before min_tokens. n_top alternatives per output token,\n"
-    "prompt_n_top per prompt token from position logprob_start (>= 1, -1: none) on. bias_ids [k]\n"
+    "prompt_n_top per prompt token from position logprob_start (>= 1, -1: none) on. Of two sets\n"
+    "of weights, positions from decode_start on (0: those after the prompt) use the one for\n"
+    "generated positions, and their keys and values are never shared as a prefix. bias_ids [k]\n"
     "int32 (each once) and bias [k] float32 are added to the logits, -inf forbids. bad_words:\n"
     "int32 arrays, none of which the output will contain. watch: step() reports the tokens.\n"
     "group (not 0): compared with the sequences of other lanes that have the same number. One per\n"
@@ -31,7 +33,7 @@ struct add_args {
     PyObject *temperature, *top_p, *top_k, *min_p;
     PyObject *seed, *sample, *stop_token_ids;
     int ignore_eos;
-    PyObject *n_top, *logprob_start, *prompt_n_top;
+    PyObject *n_top, *logprob_start, *prompt_n_top, *decode_start;
     PyObject *repetition_penalty, *presence_penalty, *frequency_penalty;
     PyObject *bias_ids, *bias, *bad_words;
     int watch;
@@ -55,6 +57,7 @@ static int parse(PyObject *args, PyObject *kwargs, struct add_args *a)
                             "n_top",
                             "logprob_start",
                             "prompt_n_top",
+                            "decode_start",
                             "repetition_penalty",
                             "presence_penalty",
                             "frequency_penalty",
@@ -66,11 +69,12 @@ static int parse(PyObject *args, PyObject *kwargs, struct add_args *a)
                             "group_size",
                             NULL};
     return PyArg_ParseTupleAndKeywords(
-        args, kwargs, "O|$OOOOOOOOOOpOOOOOOOOOpOO:add", names, &a->tokens, &a->lane, &a->max_tokens,
-        &a->min_tokens, &a->temperature, &a->top_p, &a->top_k, &a->min_p, &a->seed, &a->sample,
-        &a->stop_token_ids, &a->ignore_eos, &a->n_top, &a->logprob_start, &a->prompt_n_top,
-        &a->repetition_penalty, &a->presence_penalty, &a->frequency_penalty, &a->bias_ids, &a->bias,
-        &a->bad_words, &a->watch, &a->group, &a->group_size);
+        args, kwargs, "O|$OOOOOOOOOOpOOOOOOOOOOpOO:add", names, &a->tokens, &a->lane,
+        &a->max_tokens, &a->min_tokens, &a->temperature, &a->top_p, &a->top_k, &a->min_p, &a->seed,
+        &a->sample, &a->stop_token_ids, &a->ignore_eos, &a->n_top, &a->logprob_start,
+        &a->prompt_n_top, &a->decode_start, &a->repetition_penalty, &a->presence_penalty,
+        &a->frequency_penalty, &a->bias_ids, &a->bias, &a->bad_words, &a->watch, &a->group,
+        &a->group_size);
 }
 
 struct int_arg {
@@ -96,6 +100,7 @@ static int convert_numbers(const struct add_args *a, struct qkv_gen_params *p)
         {a->n_top, "n_top", 0, &p->n_top},
         {a->logprob_start, "logprob_start", -1, &p->logprob_start},
         {a->prompt_n_top, "prompt_n_top", 0, &p->prompt_n_top},
+        {a->decode_start, "decode_start", 0, &p->decode_start},
         {a->group_size, "group_size", 0, &p->group_size},
     };
     const struct float_arg floats[] = {

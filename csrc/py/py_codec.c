@@ -8,6 +8,7 @@
 #include "py/npy.h"
 #include "quant/codec.h"
 #include "quant/formats.h"
+#include "quant/quantize.h"
 
 static PyObject *isa_at(const void *unused, size_t i)
 {
@@ -108,13 +109,21 @@ static PyObject *packed_bytes(PyObject *module, PyObject *args)
     long long k_in = 0;
     int float32 = 0;
     enum qkv_format format = QKV_FORMAT_COUNT;
-    if (!PyArg_ParseTuple(args, "sLL|p:packed_bytes", &name, &n_out, &k_in, &float32) ||
-        find_format(name, &format) < 0) {
+    struct qkv_target target;
+    if (!PyArg_ParseTuple(args, "sLL|p:packed_bytes", &name, &n_out, &k_in, &float32)) {
         return NULL;
     }
+    struct qkv_matrix matrix = {.format = QKV_FORMAT_COUNT};
+    bool fits = true;
+    if (qkv_target_from_name(name, &target)) {
+        fits = qkv_target_matrix(&target, n_out, k_in, &matrix);
+    } else if (find_format(name, &format) < 0) {
+        return NULL;
+    } else {
+        matrix = (struct qkv_matrix){.name = name, .format = format, .n_out = n_out, .k_in = k_in};
+    }
     enum qkv_compute compute = float32 ? QKV_COMPUTE_F32 : QKV_COMPUTE_BF16;
-    const struct qkv_matrix matrix = {.name = name, .format = format, .n_out = n_out, .k_in = k_in};
-    uint64_t n_bytes = qkv_cpu_packed_bytes(&matrix, compute);
+    uint64_t n_bytes = fits ? qkv_cpu_packed_bytes(&matrix, compute) : 0;
     if (n_bytes == 0) {
         PyErr_Format(PyExc_ValueError, "%s [%lld, %lld]: no weight of the CPU backend", name, n_out,
                      k_in);
@@ -208,8 +217,9 @@ PyMethodDef qkv_py_codec_methods[] = {
      "channels, block scales included.\n\nValueError: unknown format, negative dim."},
     {"packed_bytes", packed_bytes, METH_VARARGS,
      "packed_bytes(format, n_out, k_in, float32=False, /)\n--\n\nBytes that a weight takes in the "
-     "CPU backend, by its arithmetic.\n\nValueError: unknown format, one without a codec, "
-     "dimensions that it refuses."},
+     "CPU backend, by its arithmetic. format: a weight format, or what weights are quantized to "
+     "(Engine's online).\n\nValueError: unknown format, one without a codec, dimensions that it "
+     "refuses."},
     {"threads_available", threads_available, METH_NOARGS,
      "threads_available()\n--\n\nProcessors that this process may use: affinity and cgroup quota "
      "count."},

@@ -96,6 +96,22 @@ static PyObject *engine_close(PyObject *object, PyObject *unused)
 
 /* ---- questions ---- */
 
+/* Of a set of weights: how many matrices, and how they are multiplied. */
+static PyObject *build_set(const struct qkv_engine_info *info, enum qkv_phase phase)
+{
+    const bool int8 = info->activations == QKV_ACTIVATIONS_INT8;
+    const bool as_stored = info->activations == QKV_ACTIVATIONS_CHECKPOINT;
+    return Py_BuildValue("{s:i,s:i,s:i,s:i,s:i}", "matrices", info->int8[phase].n_matrices,
+                         "int8_matrices", int8 ? info->int8[phase].n_int8 : 0, "quantized_inputs",
+                         as_stored ? info->counts[phase].n_inputs : 0, "online_matrices",
+                         info->counts[phase].n_online, "online_left", info->counts[phase].n_left);
+}
+
+static PyObject *build_prefill(const struct qkv_engine_info *info)
+{
+    return info->has_phases ? build_set(info, QKV_PHASE_PREFILL) : Py_NewRef(Py_None);
+}
+
 static PyObject *build_info(const struct qkv_engine_info *info)
 {
     PyObject *config = qkv_py_config(info->config);
@@ -108,18 +124,20 @@ static PyObject *build_info(const struct qkv_engine_info *info)
         [QKV_ACTIVATIONS_INT8] = "int8",
         [QKV_ACTIVATIONS_CHECKPOINT] = "checkpoint",
     };
-    bool int8 = info->activations == QKV_ACTIVATIONS_INT8;
-    bool as_stored = info->activations == QKV_ACTIVATIONS_CHECKPOINT;
-    return Py_BuildValue(
-        "{s:s,s:s,s:i,s:s,s:s,s:i,s:i,s:i,s:i,s:i,s:s,s:N,s:L,s:i,s:i,s:i,s:i,s:i}", "device",
-        info->device.name, "isa", info->device.isa, "threads", info->device.n_threads,
-        "compute_dtype", compute, "activation_quant", ACTIVATIONS[info->activations], "matrices",
-        info->n_matrices, "int8_matrices", int8 ? info->n_int8 : 0, "quantized_inputs",
-        as_stored ? info->n_inputs : 0, "online_matrices", info->n_online, "online_left",
-        info->n_left, "query_dtype", info->quantize_q ? "fp8_e4m3" : "bf16", "config", config,
-        "kv_tokens", (long long)info->kv_tokens, "max_model_len", info->max_model_len,
-        "max_running", info->max_running, "chunk_tokens", info->chunk_tokens, "n_lanes",
-        info->n_lanes, "max_logit_rows", info->max_logit_rows);
+    PyObject *result = build_set(info, QKV_PHASE_DECODE);
+    PyObject *others = Py_BuildValue(
+        "{s:s,s:s,s:i,s:s,s:s,s:N,s:s,s:N,s:L,s:i,s:i,s:i,s:i,s:i}", "device", info->device.name,
+        "isa", info->device.isa, "threads", info->device.n_threads, "compute_dtype", compute,
+        "activation_quant", ACTIVATIONS[info->activations], "prefill", build_prefill(info),
+        "query_dtype", info->quantize_q ? "fp8_e4m3" : "bf16", "config", config, "kv_tokens",
+        (long long)info->kv_tokens, "max_model_len", info->max_model_len, "max_running",
+        info->max_running, "chunk_tokens", info->chunk_tokens, "n_lanes", info->n_lanes,
+        "max_logit_rows", info->max_logit_rows);
+    if (result == NULL || others == NULL || PyDict_Update(result, others) < 0) {
+        Py_CLEAR(result);
+    }
+    Py_XDECREF(others);
+    return result;
 }
 
 static PyObject *engine_info(PyObject *object, void *unused)
@@ -158,13 +176,21 @@ static PyObject *engine_memory(PyObject *object, PyObject *unused)
     if (lanes == NULL) {
         return NULL;
     }
-    return Py_BuildValue("{s:K,s:K,s:K,s:N,s:K,s:K,s:K}", "weights",
-                         (unsigned long long)memory.weight_bytes, "activations",
-                         (unsigned long long)memory.activation_bytes, "kv",
-                         (unsigned long long)memory.kv_bytes, "kv_lanes", lanes, "kv_resident",
-                         (unsigned long long)memory.kv_resident_bytes, "hidden",
-                         (unsigned long long)memory.hidden_bytes, "scratch",
-                         (unsigned long long)memory.scratch_bytes);
+    PyObject *result = Py_BuildValue("{s:K,s:K,s:K,s:N,s:K,s:K,s:K}", "weights",
+                                     (unsigned long long)memory.weight_bytes, "activations",
+                                     (unsigned long long)memory.activation_bytes, "kv",
+                                     (unsigned long long)memory.kv_bytes, "kv_lanes", lanes,
+                                     "kv_resident", (unsigned long long)memory.kv_resident_bytes,
+                                     "hidden", (unsigned long long)memory.hidden_bytes, "scratch",
+                                     (unsigned long long)memory.scratch_bytes);
+    if (result != NULL && info.has_phases) {
+        PyObject *prefill = PyLong_FromUnsignedLongLong(memory.prefill_weight_bytes);
+        if (prefill == NULL || PyDict_SetItemString(result, "prefill_weights", prefill) < 0) {
+            Py_CLEAR(result);
+        }
+        Py_XDECREF(prefill);
+    }
+    return result;
 }
 
 static PyObject *engine_counts(PyObject *object, PyObject *unused)
@@ -407,9 +433,9 @@ static PyObject *engine_flush(PyObject *object, PyObject *unused)
 static PyMethodDef engine_methods[] = {
     {"memory", engine_memory, METH_NOARGS,
      "memory($self)\n--\n\n"
-     "Bytes: weights, activations, kv (all lanes, reserved), kv_lanes (a list, by\n"
-     "lane), kv_resident (of kv: up to the last page that was used so far), hidden (rows that\n"
-     "wait for a comparison), scratch."},
+     "Bytes: weights (with a second set, prefill_weights of them are its), activations, kv (all\n"
+     "lanes, reserved), kv_lanes (a list, by lane), kv_resident (of kv: up to the last page that\n"
+     "was used so far), hidden (rows that wait for a comparison), scratch."},
     {"kv_scales", qkv_py_engine_kv_scales, METH_O,
      "kv_scales($self, lane, /)\n--\n\n"
      "[n_layers, 2, n_kv_heads] float32, K then V: what the lane applies; 1 where its format has\n"
@@ -461,8 +487,9 @@ static PyMethodDef engine_methods[] = {
 static PyGetSetDef engine_getset[] = {
     {"info", engine_info, NULL,
      "device, isa, threads, compute_dtype, activation_quant, matrices and of them int8_matrices\n"
-     "(multiplied in int8), query_dtype, config (as Checkpoint.model_config), kv_tokens,\n"
-     "max_model_len, max_running, chunk_tokens, n_lanes, max_logit_rows.",
+     "(multiplied in int8), prefill (the same counts of a second set of weights, or None),\n"
+     "query_dtype, config (as Checkpoint.model_config), kv_tokens, max_model_len, max_running,\n"
+     "chunk_tokens, n_lanes, max_logit_rows.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

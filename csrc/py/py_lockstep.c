@@ -5,14 +5,15 @@
 #include "py/py_engine.h"
 
 const char qkv_py_engine_score_lanes_doc[] =
-    "score_lanes($self, tokens, *, logprob_start=1)\n"
+    "score_lanes($self, tokens, *, logprob_start=1, decode_start=0)\n"
     "--\n\n"
     "All lanes over one document in lockstep, without the scheduler: the bits that a group of all\n"
     "lanes would give. Layers below the first one in which a lane's formats or applied scales\n"
     "differ from lane 0's are computed once, in lane 0; the lane's pool, counts and histograms\n"
     "are not touched there. The last token is only predicted, never computed.\n\n"
-    "tokens [n] int32, n >= 2. Needs an engine in which no sequence waits or runs, and empties\n"
-    "the prefix trees. Pools of no more tokens than the longest document hold the least memory.\n"
+    "tokens [n] int32, n >= 2. decode_start: as add() has it. Needs an engine in which no\n"
+    "sequence waits or runs, and empties the prefix trees. Pools of no more tokens than the\n"
+    "longest document hold the least memory.\n"
     "Signals are seen between chunks (at most chunk_tokens + max_running rows, the same ones of\n"
     "every lane); after an exception the engine goes on.\n\n"
     "ValueError: a token, logprob_start, more than max_model_len tokens, more lanes than a step\n"
@@ -71,7 +72,7 @@ static int run_chunks(struct qkv_py_engine *self, struct qkv_lockstep *run)
 
 /* The lock is held, so that a signal's handler finds the engine busy. */
 static PyObject *score(struct qkv_py_engine *self, struct qkv_engine *engine, PyArrayObject *tokens,
-                       int32_t logprob_start)
+                       int32_t logprob_start, int32_t decode_start)
 {
     const struct qkv_py_state *state = qkv_py_state_of((PyObject *)self);
     struct qkv_engine_info info;
@@ -88,8 +89,8 @@ static PyObject *score(struct qkv_py_engine *self, struct qkv_engine *engine, Py
     }
     struct qkv_lockstep_out arrays = {data_of(f.logprobs), data_of(f.kl), data_of(f.kl_reverse),
                                       data_of(f.top1)};
-    if (qkv_lockstep_begin(&err, engine, PyArray_DATA(tokens), n_tokens, logprob_start, &arrays,
-                           &run) != QKV_OK) {
+    if (qkv_lockstep_begin(&err, engine, PyArray_DATA(tokens), n_tokens, logprob_start,
+                           decode_start, &arrays, &run) != QKV_OK) {
         (void)qkv_py_raise(state, &err);
         goto out;
     }
@@ -107,14 +108,18 @@ out:
 
 PyObject *qkv_py_engine_score_lanes(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"tokens", "logprob_start", NULL};
+    static char *names[] = {"tokens", "logprob_start", "decode_start", NULL};
     PyObject *tokens_object = NULL;
     PyObject *start_object = NULL;
+    PyObject *decode_object = NULL;
     int32_t logprob_start = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$O:score_lanes", names, &tokens_object,
-                                     &start_object) ||
+    int32_t decode_start = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OO:score_lanes", names, &tokens_object,
+                                     &start_object, &decode_object) ||
         (start_object != NULL &&
-         qkv_py_int32(start_object, "logprob_start", 1, &logprob_start) < 0)) {
+         qkv_py_int32(start_object, "logprob_start", 1, &logprob_start) < 0) ||
+        (decode_object != NULL &&
+         qkv_py_int32(decode_object, "decode_start", 0, &decode_start) < 0)) {
         return NULL;
     }
     PyArrayObject *tokens = qkv_npy_borrow(tokens_object, "tokens", NPY_INT32, 1);
@@ -131,7 +136,7 @@ PyObject *qkv_py_engine_score_lanes(PyObject *object, PyObject *args, PyObject *
     if (engine == NULL) {
         return NULL;
     }
-    PyObject *result = score(self, engine, tokens, logprob_start);
+    PyObject *result = score(self, engine, tokens, logprob_start, decode_start);
     qkv_py_engine_leave(self);
     return result;
 }

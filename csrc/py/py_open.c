@@ -10,7 +10,7 @@
 const char qkv_py_engine_doc[] =
     "Engine(path, *, kv_formats, kv_tokens, kv_scales=None, query_dtype='bf16',\n"
     "       activation_quant='off', matrices=None, arrays=None,\n"
-    "       online=None, threads=0,\n"
+    "       online=None, prefill=None, threads=0,\n"
     "       compute_dtype='bf16', device='auto', isa=None, max_running=64, chunk_tokens=512,\n"
     "       max_model_len=0, prefix_cache=True, offline=True, progress=None, log=None)\n"
     "--\n\n"
@@ -22,7 +22,9 @@ const char qkv_py_engine_doc[] =
     "'fp8_e4m3' quantizes the queries in attention. activation_quant 'int8' quantizes rows of\n"
     "activations for the products with weights in integer codes; UnsupportedError if there is\n"
     "no such weight. 'checkpoint': as each matrix wants its input. online: what matrices are\n"
-    "quantized to while loading. threads 0: all that the process may use;\n"
+    "quantized to while loading. prefill: a second set of weights of the model, for the positions\n"
+    "of prompts, as (path, matrices, arrays, online); the others then are for generated ones.\n"
+    "threads 0: all that the process may use;\n"
     "max_model_len 0: the model's. A step holds at most chunk_tokens prompt rows and one row for\n"
     "each of max_running sequences. progress(done, total) in bytes stops the loading (Error) if\n"
     "it returns False; log(level 0..2, line). What they raise, the call raises.\n\n"
@@ -276,6 +278,7 @@ struct open_args {
     const char *activation_quant;
     PyObject *matrices, *arrays;
     const char *online;
+    PyObject *prefill;
     PyObject *threads;
     const char *compute_dtype;
     const char *device;
@@ -287,19 +290,23 @@ struct open_args {
 
 static int parse_open(PyObject *args, PyObject *kwargs, struct open_args *a)
 {
-    static char *names[] = {"path",          "kv_formats",    "kv_tokens",
-                            "kv_scales",     "query_dtype",   "activation_quant",
-                            "matrices",      "arrays",        "online",
-                            "threads",       "compute_dtype", "device",
-                            "isa",           "max_running",   "chunk_tokens",
-                            "max_model_len", "prefix_cache",  "offline",
-                            "progress",      "log",           NULL};
+    static char *names[] = {"path",          "kv_formats",
+                            "kv_tokens",     "kv_scales",
+                            "query_dtype",   "activation_quant",
+                            "matrices",      "arrays",
+                            "online",        "prefill",
+                            "threads",       "compute_dtype",
+                            "device",        "isa",
+                            "max_running",   "chunk_tokens",
+                            "max_model_len", "prefix_cache",
+                            "offline",       "progress",
+                            "log",           NULL};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&|$OOOssOOzOsszOOOppOO:Engine", names, PyUnicode_FSConverter, &a->path,
+            args, kwargs, "O&|$OOOssOOzOOsszOOOppOO:Engine", names, PyUnicode_FSConverter, &a->path,
             &a->kv_formats, &a->kv_tokens, &a->kv_scales, &a->query_dtype, &a->activation_quant,
-            &a->matrices, &a->arrays, &a->online, &a->threads, &a->compute_dtype, &a->device,
-            &a->isa, &a->max_running, &a->chunk_tokens, &a->max_model_len, &a->prefix_cache,
-            &a->offline, &a->progress, &a->log)) {
+            &a->matrices, &a->arrays, &a->online, &a->prefill, &a->threads, &a->compute_dtype,
+            &a->device, &a->isa, &a->max_running, &a->chunk_tokens, &a->max_model_len,
+            &a->prefix_cache, &a->offline, &a->progress, &a->log)) {
         return -1;
     }
     if (a->kv_formats == NULL || a->kv_tokens == NULL) {
@@ -343,6 +350,39 @@ static int convert_open(const struct open_args *a, struct qkv_py_engine *self,
     return 0;
 }
 
+/* What the second set of weights is made of; the options point into it. */
+struct prefill_args {
+    PyObject *path; /* bytes, owned */
+    struct qkv_py_matrices matrices;
+    struct qkv_target target;
+    struct qkv_weight_set set;
+};
+
+static int convert_prefill(const struct qkv_py_state *state, PyObject *object,
+                           struct prefill_args *p, const struct qkv_weight_set **out)
+{
+    PyObject *matrices = NULL;
+    PyObject *arrays = NULL;
+    const char *online = NULL;
+    if (object == NULL || object == Py_None) {
+        return 0;
+    }
+    if (!PyTuple_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "prefill: %.100s, must be a tuple", Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(object, "O&OOz:prefill", PyUnicode_FSConverter, &p->path, &matrices,
+                          &arrays, &online) ||
+        convert_online(online, &p->target, &p->set.online) < 0 ||
+        qkv_py_matrices(state, matrices, arrays, &p->matrices) < 0) {
+        return -1;
+    }
+    p->set.path = PyBytes_AS_STRING(p->path);
+    p->set.matrices = p->matrices.parsed;
+    *out = &p->set;
+    return 0;
+}
+
 /* Sets *status and self->engine; -1 if an exception is set. */
 static int open_unlocked(struct qkv_py_engine *self, const struct qkv_engine_options *options)
 {
@@ -377,6 +417,7 @@ PyObject *qkv_py_engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     struct qkv_engine_options options = {.max_running = 64, .chunk_tokens = 512};
     struct qkv_py_engine *self = NULL;
     struct qkv_py_matrices matrices = {0};
+    struct prefill_args prefill = {0};
     struct qkv_target target;
     enum qkv_kv_format *formats = NULL;
     int result = -1;
@@ -395,7 +436,9 @@ PyObject *qkv_py_engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     atomic_flag_clear(&self->busy);
     if (convert_open(&a, self, &options) == 0 &&
         convert_online(a.online, &target, &options.online) == 0 &&
-        qkv_py_matrices(qkv_py_state_of((PyObject *)self), a.matrices, a.arrays, &matrices) == 0) {
+        qkv_py_matrices(qkv_py_state_of((PyObject *)self), a.matrices, a.arrays, &matrices) == 0 &&
+        convert_prefill(qkv_py_state_of((PyObject *)self), a.prefill, &prefill, &options.prefill) ==
+            0) {
         options.matrices = matrices.parsed;
         (void)atomic_flag_test_and_set(&self->busy); /* gc.get_objects() shows it to callbacks */
         result = open_unlocked(self, &options);
@@ -404,6 +447,8 @@ PyObject *qkv_py_engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 out:
     free(formats);
     qkv_py_matrices_free(&matrices);
+    qkv_py_matrices_free(&prefill.matrices);
+    Py_XDECREF(prefill.path);
     Py_XDECREF(a.path);
     if (result < 0) {
         Py_CLEAR(self);

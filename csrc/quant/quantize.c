@@ -459,11 +459,11 @@ static void describe(const struct work *w)
     for (uint8_t i = 0; i < sizeof m->table / sizeof m->table[0]; i++) {
         m->table[i] = t->kind == QKV_TARGET_NF4 ? NF4_TABLE[i] : qkv_e2m1_to_f32(i);
     }
-    if (q->mins != NULL) {
+    if (t->kind == QKV_TARGET_AFFINE) {
         m->min = m->scale;
         m->min.data = q->mins;
     }
-    if (q->factor != NULL) {
+    if (t->kind == QKV_TARGET_NVFP4) {
         m->factor = (struct qkv_scales){.data = (const uint8_t *)q->factor,
                                         .n_bytes = sizeof(float),
                                         .format = QKV_FORMAT_F32,
@@ -493,24 +493,53 @@ static enum qkv_status quantize(struct qkv_error *err, struct work *w, struct qk
     return run_pass(err, w, threads, &amax);
 }
 
+/* Into what the source is cut; false if it cannot be. */
+static bool plan_work(struct work *w)
+{
+    const struct qkv_target *t = w->target;
+    const bool ragged = t->kind == QKV_TARGET_FP8; /* blocks may be cut short */
+    const int64_t k_in = w->source->k_in;
+    if ((t->group != 0 && !ragged && k_in % t->group != 0) || k_in * t->bits % 8 != 0) {
+        return false;
+    }
+    w->group = t->group == 0 ? k_in : t->group;
+    w->n_groups = (k_in + w->group - 1) / w->group;
+    w->row_bytes = k_in * t->bits / 8;
+    w->n_rows = t->block_rows == 0 ? 1 : t->block_rows;
+    w->n_units = (w->source->n_out + w->n_rows - 1) / w->n_rows;
+    return true;
+}
+
+bool qkv_target_matrix(const struct qkv_target *target, int64_t n_out, int64_t k_in,
+                       struct qkv_matrix *out)
+{
+    static const uint8_t SOMETHING = 0; /* stands for data that nobody reads */
+    const struct qkv_matrix source = {.name = "planned", .n_out = n_out, .k_in = k_in};
+    struct qkv_quantized made = {0};
+    struct work w = {.source = &source, .target = target, .out = &made};
+    if (n_out < 1 || k_in < 1 || n_out > INT32_MAX || k_in > INT32_MAX || !plan_work(&w)) {
+        return false;
+    }
+    describe(&w);
+    *out = made.matrix;
+    out->codes.data = &SOMETHING;
+    out->scale.data = &SOMETHING;
+    out->min.data = target->kind == QKV_TARGET_AFFINE ? &SOMETHING : NULL;
+    out->factor.data = target->kind == QKV_TARGET_NVFP4 ? &SOMETHING : NULL;
+    return true;
+}
+
 enum qkv_status qkv_quantize_matrix(struct qkv_error *err, const struct qkv_matrix *source,
                                     const struct qkv_target *target, struct qkv_threads *threads,
                                     struct qkv_quantized *out)
 {
-    const bool ragged = target->kind == QKV_TARGET_FP8; /* blocks may be cut short */
-    const int64_t k_in = source->k_in;
-    if ((target->group != 0 && !ragged && k_in % target->group != 0) || k_in * target->bits % 8) {
+    struct work w = {.source = source, .target = target, .out = out};
+    if (!plan_work(&w)) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
                         "%s: rows of %lld elements cannot be quantized in groups of %d",
-                        source->name, (long long)k_in, target->group);
+                        source->name, (long long)source->k_in, target->group);
     }
     *out = (struct qkv_quantized){0};
-    struct work w = {.source = source, .target = target, .out = out};
-    w.group = target->group == 0 ? k_in : target->group;
-    w.n_groups = (k_in + w.group - 1) / w.group;
-    w.row_bytes = k_in * target->bits / 8;
-    w.n_rows = target->block_rows == 0 ? 1 : target->block_rows;
-    w.n_units = (source->n_out + w.n_rows - 1) / w.n_rows;
     enum qkv_status status = allocate(err, &w, threads == NULL ? 1 : qkv_threads_count(threads));
     if (status == QKV_OK) {
         status = quantize(err, &w, threads);

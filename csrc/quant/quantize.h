@@ -64,6 +64,11 @@ bool qkv_target_from_name(const char *name, struct qkv_target *out);
 /* The code of the result's form. */
 enum qkv_code qkv_target_code(const struct qkv_target *target);
 
+/* A result's shape and layout, without data: for planning (qkv_cpu_packed_bytes). False where
+ * quantizing [n_out, k_in] would be QKV_ERR_UNSUPPORTED. */
+bool qkv_target_matrix(const struct qkv_target *target, int64_t n_out, int64_t k_in,
+                       struct qkv_matrix *out);
+
 /* QKV_ERR_UNSUPPORTED where k_in is no multiple of the group or of a byte's codes,
  * QKV_ERR_CHECKPOINT for values that are not finite. row_index of the source is applied, its
  * k_scale handed on. `threads` may be NULL; the result does not depend on them. Free with

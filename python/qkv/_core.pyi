@@ -152,6 +152,11 @@ class Engine:
         # What weights are quantized to while loading: a name of csrc/quant/quantize.h, and after a
         # colon how they then want their input.
         online: str | None = None,
+        # A second set of weights of the model, for the positions of prompts: path, matrices, arrays
+        # and online as above, which then are for generated positions. CheckpointError if it is of
+        # another model.
+        prefill: tuple[str, str | None, dict[str, NDArray[np.float32]] | None, str | None]
+        | None = None,
         threads: int = 0,  # 0: all that the process may use
         compute_dtype: Literal["bf16", "float32"] = "bf16",
         # "auto" or "cpu". For tests: "guard"; "fault:layer=3,kind=v_zero" and
@@ -171,13 +176,13 @@ class Engine:
     def info(self) -> dict[str, Any]:
         """device, isa, threads, compute_dtype, activation_quant, matrices and of them int8_matrices
         (multiplied in int8) and quantized_inputs (as they want it), online_matrices (quantized
-        while loading) and online_left (their rows do not divide into groups), query_dtype, config
-        (as Checkpoint.model_config), kv_tokens, max_model_len, max_running, chunk_tokens, n_lanes,
-        max_logit_rows."""
+        while loading) and online_left (their rows do not divide into groups), prefill (these counts
+        of a second set of weights, or None), query_dtype, config (as Checkpoint.model_config),
+        kv_tokens, max_model_len, max_running, chunk_tokens, n_lanes, max_logit_rows."""
     def memory(self) -> dict[str, Any]:
-        """Bytes: weights, activations, kv (all lanes, reserved), kv_lanes (a list, by lane),
-        kv_resident (of kv: pages that were used so far), hidden (rows that wait for a comparison),
-        scratch."""
+        """Bytes: weights (with a second set, prefill_weights of them are its), activations, kv (all
+        lanes, reserved), kv_lanes (a list, by lane), kv_resident (of kv: pages that were used so
+        far), hidden (rows that wait for a comparison), scratch."""
     def kv_scales(self, lane: int, /) -> NDArray[np.float32]:
         """[n_layers, 2, n_kv_heads], K then V: what the lane applies; 1 where it applies none."""
     def kv_counts(self, lane: int, /) -> dict[str, NDArray[Any]]:
@@ -210,6 +215,9 @@ class Engine:
         n_top: int = 0,  # alternatives per output token
         logprob_start: int = -1,  # first prompt position (>= 1) to report, -1: none
         prompt_n_top: int = 0,
+        # Of two sets of weights, positions from here on use the one for generated positions; their
+        # keys and values are never shared as a prefix. 0: the positions after the prompt.
+        decode_start: int = 0,
         repetition_penalty: float = 1.0,
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
@@ -239,14 +247,17 @@ class Engine:
     def abort(self, id: int, /) -> None:
         """Drops a sequence in any state; there is nothing to take. The others of its group end as
         "abort", in the next step."""
-    def score_lanes(self, tokens: NDArray[np.int32], *, logprob_start: int = 1) -> LaneScores:
+    def score_lanes(
+        self, tokens: NDArray[np.int32], *, logprob_start: int = 1, decode_start: int = 0
+    ) -> LaneScores:
         """All lanes over one document [n], n >= 2, in lockstep, without the scheduler: the bits
         that a group of all lanes gives (add()). Layers below the first one in which a lane's
         formats or applied scales differ from lane 0's are computed once, in lane 0; the lane's
-        pool, counts and histograms are not touched there. Empties the prefix trees. Signals are
-        seen between chunks; after an exception the engine goes on. ValueError: a token,
-        logprob_start, more than max_model_len tokens, or more lanes than chunk_tokens +
-        max_running. OutOfPages: the pools are too small. Error: sequences wait or run."""
+        pool, counts and histograms are not touched there. decode_start as in add(). Empties the
+        prefix trees. Signals are seen between chunks; after an exception the engine goes on.
+        ValueError: a token, logprob_start, decode_start, more than max_model_len tokens, or more
+        lanes than chunk_tokens + max_running. OutOfPages: the pools are too small. Error: sequences
+        wait or run."""
     def flush(self) -> None:
         """Empties the prefix trees."""
     def close(self) -> None: ...

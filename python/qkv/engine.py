@@ -12,17 +12,16 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from . import _core, gemm_backends, kv_scales, models, options, run
+from . import _core, gemm_backends, kv_scales, models, options, run, weight_set
 from ._core import Checkpoint, Error
 from .chat_template import check_messages
 from .kv_scales import KvScaleTable
 from .outputs import RequestOutput, Score
 from .params import SamplingParams, flag, integer
 from .progress import Progress
-from .quantization import METHODS, detect, forms, summary
-from .quantization.wire import to_core
 from .run import Hook, Item, ParamsArgument, Run
 from .tokenizer import Tokenizer, from_user
+from .weight_set import WeightSet
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -32,6 +31,9 @@ Conversation = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 _LIST_WINDOW = 8192
 # For an input that may be endless, in units of max_running.
 _STREAM_WINDOW = 4
+
+#: What the core counts of a set of weights.
+_COUNTS = ("matrices", "int8_matrices", "quantized_inputs", "online_matrices", "online_left")
 
 _log = logging.getLogger("qkv")
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING)
@@ -46,6 +48,12 @@ class Engine:
         be what the checkpoint is. info has how many matrices were quantized, and how many stay
         because their rows do not divide into groups; info["quantization"] what was found in the
         checkpoint, in which forms it runs, what fell back, and what else a user should know.
+    prefill_quantization: other weights for the positions of prompts, over the same KV cache:
+        a name as quantization takes it, which makes them of the same checkpoint ("unquant": as they
+        are), or the path of another checkpoint of the model, of which every number that matters
+        must be the same. Generated positions always use the model's own weights, when they are
+        computed again, too; so do the tokens of a continuation in score(). Prefixes are then shared
+        up to a prompt's end. info["prefill"] has what info has of the other weights.
     kv_cache_dtype: "auto", a name (qkv info lists them), a mapping with "default", "k", "v" and
         "layers", or a list of these: lanes over the same weights. A mapping may also have "scales"
         (a side file for this lane, or 1.0 whatever the checkpoint carries) and "name".
@@ -73,7 +81,7 @@ class Engine:
         *,
         kv_cache_dtype: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = "auto",
         quantization: str | None = None,
-        prefill_quantization: str | None = None,
+        prefill_quantization: str | os.PathLike[str] | None = None,
         quantization_param_path: str | os.PathLike[str] | None = None,
         fp8_gemm_backend: str = "auto",
         fp4_gemm_backend: str = "auto",
@@ -123,20 +131,16 @@ class Engine:
         try:
             self._container = checkpoint.container
             self._folder = checkpoint.folder
-            self._detected = detect(checkpoint, quantization)
+            self._weights = weight_set.read(checkpoint, self._path, quantization, compute_dtype)
             config = checkpoint.model_config()
-            tensors = checkpoint.tensors()
-            packed = forms(checkpoint, self._detected, float32=compute_dtype == "float32")
-            weights_bytes = options.packed_bytes(
-                tensors, compute_dtype=compute_dtype, forms=packed, taken=self._detected.taken
-            )
-            self._quantization = summary(self._detected, packed, tensors)
-            for note in self._quantization["notes"]:
-                _log.warning("%s", note)
             carried = checkpoint.kv_scales()
             self._model_types = kv_scales.model_types(checkpoint)
         finally:
             checkpoint.close()
+        self._prefill = weight_set.for_prompts(prefill_quantization, self._weights, compute_dtype)
+        sets = [self._weights] if self._prefill is None else [self._weights, self._prefill]
+        for note in [note for weights in sets for note in weights.summary["notes"]]:
+            _log.warning("%s", note)
         self._vocab = int(config["vocab"])
         self._eos_ids = frozenset(int(token) for token in config["eos_ids"])
         n_layers, n_kv_heads = int(config["n_layers"]), int(config["n_kv_heads"])
@@ -174,15 +178,14 @@ class Engine:
             mem_fraction=mem_fraction,
             bytes_per_token=options.token_bytes(config, self._lanes),
             needed=self._max_running * (length + options.PAGE_TOKENS),
-            weights_bytes=weights_bytes,
+            weights_bytes=sum(weights.n_bytes for weights in sets),
         )
         self._lock = threading.RLock()
         self._seqs: dict[int, run.Seq] = {}
         self._abandoned: deque[int] = deque()  # a generator may be collected in any thread
         self._n_groups = 0
         self.interrupted: list[RequestOutput] = []
-        matrices, arrays = to_core(self._detected.matrices)
-        target = METHODS[self._detected.online].target if self._detected.online else ""
+        _, matrices, arrays, online = self._weights.to_core()
         self._core = _core.Engine(
             self._path,
             kv_formats=[lane.layers for lane in self._lanes],
@@ -190,9 +193,10 @@ class Engine:
             kv_scales=self._scales.values,
             query_dtype="fp8_e4m3" if query_dtype == "fp8_e4m3" else "bf16",
             activation_quant=cast(Literal["off", "int8", "checkpoint"], activation_quant),
-            matrices=None if self._container == "gguf" else matrices,
+            matrices=matrices,
             arrays=arrays,
-            online=target or None,
+            online=online,
+            prefill=None if self._prefill is None else self._prefill.to_core(),
             threads=threads or 0,
             compute_dtype="float32" if compute_dtype == "float32" else "bf16",
             device=device,
@@ -204,20 +208,15 @@ class Engine:
             log=_write_log,
         )
         kv_scales.write_log(self._scales)
-        weights = gemm_backends.Weights(
-            codes=[form["code"] for form in packed.values()],
-            gguf_types=[fmt for _, fmt, _, _ in tensors] if self._container == "gguf" else [],
-            target=target,
-            n_online=self._core.info["online_matrices"],
-            dequantized=compute_dtype == "float32",
+        asked = {"fp8_gemm_backend": fp8_gemm_backend, "fp4_gemm_backend": fp4_gemm_backend}
+        dequantized = compute_dtype == "float32"
+        counts = self._core.info
+        self._facts = _facts(self._weights, counts, asked, dequantized)
+        self._prefill_facts = (
+            None
+            if self._prefill is None
+            else _facts(self._prefill, counts["prefill"], asked, dequantized)
         )
-        self._gemm_backends = {
-            option: gemm_backends.chosen(option, asked, weights)
-            for option, asked in (
-                ("fp8_gemm_backend", fp8_gemm_backend),
-                ("fp4_gemm_backend", fp4_gemm_backend),
-            )
-        }
 
     # What is loaded.
 
@@ -252,11 +251,12 @@ class Engine:
         return {
             "model": self._path,
             "container": self._container,
-            # method, source, matrices, forms, inputs, ignored, fallbacks, notes.
-            "quantization": self._quantization,
-            "online_quantization": self._detected.online,
-            **self._gemm_backends,
+            # quantization (method, source, matrices, forms, inputs, ignored, fallbacks, notes),
+            # online_quantization, the GEMM backends.
+            **self._facts,
             **self._core.info,
+            # Of the weights for prompts: model, these, and the core's counts; None: the same.
+            "prefill": self._prefill_facts,
             "kv_cache_dtype": [lane.name for lane in self._lanes],
             # What "auto" took and why; None if it was not asked for.
             "kv_cache_dtype_auto": self._auto,
@@ -270,8 +270,9 @@ class Engine:
         return kv_scales.with_counts(self._scales.rows, counts)
 
     def memory(self) -> dict[str, Any]:
-        """Bytes held: weights, kv (all pools; kv_lanes by name, kv_resident what was used so far),
-        activations, hidden (rows that wait for a comparison), scratch; total."""
+        """Bytes held: weights (with a second set, prefill_weights of them are its), kv (all pools;
+        kv_lanes by name, kv_resident what was used so far), activations, hidden (rows that wait for
+        a comparison), scratch; total."""
         held = dict(self._core.memory())
         names = [lane.name for lane in self._lanes]
         held["kv_lanes"] = dict(zip(names, held["kv_lanes"], strict=True))
@@ -436,7 +437,7 @@ class Engine:
             raise ValueError("the prompt has no tokens: the first one cannot be scored")
         if start >= len(ids):
             raise ValueError("the continuation has no tokens of its own")
-        item.logprob_start = start
+        item.logprob_start = item.decode_start = start
 
     def _plain_ids(self, given: Any, special: bool) -> list[int]:
         if isinstance(given, str):
@@ -570,6 +571,26 @@ def _conversations(given: Any) -> Iterable[Any]:
             return [given]
     conversations: Iterable[Any] = given
     return conversations
+
+
+def _facts(
+    weights: WeightSet, counts: Mapping[str, Any], asked: Mapping[str, str], dequantized: bool
+) -> dict[str, Any]:
+    """Of a set of weights, for Engine.info. counts: the core's."""
+    loaded = gemm_backends.Weights(
+        codes=[form["code"] for form in weights.forms.values()],
+        gguf_types=weights.gguf_types,
+        target=weights.target,
+        n_online=counts["online_matrices"],
+        dequantized=dequantized,
+    )
+    return {
+        "model": weights.path,
+        "quantization": weights.summary,
+        "online_quantization": weights.detected.online,
+        **{option: gemm_backends.chosen(option, name, loaded) for option, name in asked.items()},
+        **{name: counts[name] for name in _COUNTS},
+    }
 
 
 def _score(output: RequestOutput, start: int) -> Score:

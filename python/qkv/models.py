@@ -23,6 +23,7 @@ DEMO_BYTES = 98362432
 DEMO_COMMAND = "qkv demo-model"
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILES = (".gguf", ".safetensors")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 
 
@@ -53,9 +54,15 @@ def resolve(model: str | os.PathLike[str]) -> str:
         return name
     if os.path.exists(os.path.expanduser(name)):
         return os.path.expanduser(name)
-    if _HUB_NAME.fullmatch(name) and not name.endswith((".gguf", ".safetensors")):
+    if _HUB_NAME.fullmatch(name) and not name.endswith(_FILES):
         return _from_hub(name)
     raise CheckpointError(f"{name}: no such file or folder (and not a hub name 'owner/model')")
+
+
+def may_be(name: str) -> bool:
+    """Whether resolve() would find it here, or look for it on the hub."""
+    there = name == "demo" or os.path.exists(name) or os.path.exists(os.path.expanduser(name))
+    return there or (_HUB_NAME.fullmatch(name) is not None and not name.endswith(_FILES))
 
 
 def _from_hub(name: str) -> str:

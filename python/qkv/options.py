@@ -9,7 +9,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from . import _core, gemm_backends
+from . import _core, gemm_backends, models
 from .params import integer
 from .quantization import METHODS
 from .quantization.packed import Forms
@@ -44,14 +44,19 @@ def check_device(device: str) -> None:
         one_of("device", device, ("auto", "cpu", "guard"))
 
 
-def check_quantization(quantization: str | None, prefill_quantization: str | None) -> None:
+def check_quantization(
+    quantization: str | None, prefill_quantization: str | os.PathLike[str] | None
+) -> None:
     """The names alone; quantization.detect holds them against the checkpoint."""
     if quantization is not None:
         one_of("quantization", quantization, tuple(METHODS))
-    if prefill_quantization is not None:
-        raise _core.UnsupportedError(
-            f"prefill_quantization={prefill_quantization!r}: this version uses the same weights "
-            "for the prompt and the output (None)"
+    given = prefill_quantization
+    if given is None or isinstance(given, os.PathLike):
+        return
+    if not isinstance(given, str) or not (given in METHODS or models.may_be(given)):
+        raise ValueError(
+            f"prefill_quantization={given!r:.100}: must be one of {', '.join(METHODS)}, or another "
+            "checkpoint of the model"
         )
 
 
@@ -234,19 +239,40 @@ def packed_bytes(
     compute_dtype: str,
     forms: Forms | None = None,
     taken: Collection[str] = (),
+    target: str = "",
+    shapes: Mapping[str, tuple[int, int]] | None = None,
 ) -> int:
     """Bytes of a checkpoint's tensors in the CPU backend; as in the file where it has no such
     weight (which loading then refuses). `forms`: of the described weights (in that compute_dtype),
-    and `taken` the tensors that they are made of."""
-    total = sum(int(form["bytes"]) for form in (forms or {}).values())
-    for tensor, fmt, shape, n_bytes in tensors:
+    `shapes` theirs, and `taken` the tensors that they are made of. `target`: what matrices are
+    quantized to while loading, as _core.Engine's `online` says it."""
+    float32 = compute_dtype == "float32"
+    total = 0
+    for weight, form in (forms or {}).items():
+        shape = (shapes or {}).get(weight)
+        made = None if shape is None else _made(weight, target, shape, float32)
+        total += int(form["bytes"]) if made is None else made
+    for tensor, fmt, dims, n_bytes in tensors:
         if tensor in taken:
             continue
+        made = _made(tensor, target, dims, float32)
         try:
-            total += _packed(fmt, shape, compute_dtype == "float32")
+            total += _packed(fmt, dims, float32) if made is None else made
         except ValueError:
             total += n_bytes
     return total
+
+
+def _made(weight: str, target: str, shape: tuple[int, ...], float32: bool) -> int | None:
+    """Bytes of what is made of a weight while loading; None where it stays as it is: embedding and
+    head (but for MLX's targets), and rows that the target's groups do not divide."""
+    is_end = weight.split(".")[-2:-1] in (["embed_tokens"], ["lm_head"], ["token_embd"], ["output"])
+    if not target or len(shape) < 2 or (is_end and not target.startswith("mlx")):
+        return None
+    try:
+        return _packed(target, shape, float32)
+    except ValueError:
+        return None
 
 
 def _packed(fmt: str, shape: tuple[int, ...], float32: bool) -> int:

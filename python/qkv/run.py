@@ -34,6 +34,7 @@ class Item:
     ids: NDArray[np.int32] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
     logprob_start: int = 1  # first prompt token whose log-probability is reported
+    decode_start: int = 0  # first token that is a continuation's, 0: none
     compare: bool = False  # of the prompt's tokens, each lane with the first
     error: str | None = None
     too_long: bool = False  # that is the error
@@ -328,6 +329,7 @@ class Run:
             "n_top": params.logprobs or 0,
             "logprob_start": self._logprob_start(item, ids),
             "prompt_n_top": params.prompt_logprobs or 0,
+            "decode_start": item.decode_start,
             "repetition_penalty": params.repetition_penalty,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,

@@ -105,7 +105,7 @@ static struct qkv_lockstep *begin(struct qkv_engine *engine, struct figures *out
     struct qkv_lockstep_out arrays = {out->logprobs[0], out->kl[0], out->kl_reverse[0],
                                       out->top1[0]};
     memset(out, 0xee, sizeof *out);
-    CHECK_OK(qkv_lockstep_begin(&err, engine, document, N_TOKENS, START, &arrays, &run), err);
+    CHECK_OK(qkv_lockstep_begin(&err, engine, document, N_TOKENS, START, 0, &arrays, &run), err);
     return run;
 }
 
@@ -257,22 +257,22 @@ static void test_what_does_not_fit(void)
     options.chunk_tokens = 3;
     options.max_running = 4;
     struct qkv_engine *engine = open_engine(&options);
-    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 1, 1, &out, &run), err, QKV_ERR_ARGUMENT,
-                "must be 2 to 150");
-    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 151, 1, &out, &run), err, QKV_ERR_ARGUMENT,
-                "max_model_len");
-    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 98, 1, &out, &run), err, QKV_ERR_PAGES,
+    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 1, 1, 0, &out, &run), err,
+                QKV_ERR_ARGUMENT, "must be 2 to 150");
+    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 151, 1, 0, &out, &run), err,
+                QKV_ERR_ARGUMENT, "max_model_len");
+    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 98, 1, 0, &out, &run), err, QKV_ERR_PAGES,
                 "the KV pools hold 96");
-    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 97, 0, &out, &run), err, QKV_ERR_ARGUMENT,
-                "logprob_start: 0, must be 1 to 96");
-    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 97, 97, &out, &run), err, QKV_ERR_ARGUMENT,
-                "logprob_start: 97");
+    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 97, 0, 0, &out, &run), err,
+                QKV_ERR_ARGUMENT, "logprob_start: 0, must be 1 to 96");
+    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 97, 97, 0, &out, &run), err,
+                QKV_ERR_ARGUMENT, "logprob_start: 97");
     tokens[5] = TINY_VOCAB;
-    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 97, 1, &out, &run), err, QKV_ERR_ARGUMENT,
-                "96 at 5");
+    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 97, 1, 0, &out, &run), err,
+                QKV_ERR_ARGUMENT, "96 at 5");
     tokens[5] = -1;
-    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 97, 1, &out, &run), err, QKV_ERR_ARGUMENT,
-                "-1 at 5");
+    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 97, 1, 0, &out, &run), err,
+                QKV_ERR_ARGUMENT, "-1 at 5");
     tokens[5] = 0;
     struct qkv_gen_params params = make_params(0);
     int64_t id = -1;
@@ -280,16 +280,16 @@ static void test_what_does_not_fit(void)
     params.group = 0;
     params.group_size = 0;
     CHECK_OK(qkv_engine_add(&err, engine, &params, &id), err);
-    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 97, 1, &out, &run), err, QKV_ERR_STATE,
+    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 97, 1, 0, &out, &run), err, QKV_ERR_STATE,
                 "0 sequences run and 1 wait");
     CHECK_OK(qkv_engine_drop(&err, engine, id), err);
-    CHECK_OK(qkv_lockstep_begin(&err, engine, tokens, 97, 96, &out, &run), err); /* just */
+    CHECK_OK(qkv_lockstep_begin(&err, engine, tokens, 97, 96, 0, &out, &run), err); /* just */
     qkv_lockstep_end(run);
     qkv_engine_close(engine);
     options.max_running = 2; /* five rows, six lanes to compute */
     engine = open_engine(&options);
-    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 97, 1, &out, &run), err, QKV_ERR_ARGUMENT,
-                "6 lanes to compute, a step of this engine has 5 rows");
+    CHECK_ERROR(qkv_lockstep_begin(&err, engine, tokens, 97, 1, 0, &out, &run), err,
+                QKV_ERR_ARGUMENT, "6 lanes to compute, a step of this engine has 5 rows");
     qkv_engine_close(engine);
 }
 
@@ -397,7 +397,7 @@ static void test_many_lanes(void)
     struct qkv_engine *engine = open_engine(&options);
     struct qkv_lockstep_out out = {logprobs[0], kl[0], kl_reverse[0], top1[0]};
     struct qkv_lockstep *run = NULL;
-    CHECK_OK(qkv_lockstep_begin(&err, engine, document, N_ROWS + 1, 1, &out, &run), err);
+    CHECK_OK(qkv_lockstep_begin(&err, engine, document, N_ROWS + 1, 1, 0, &out, &run), err);
     for (bool done = false; !done;) {
         CHECK_OK(qkv_lockstep_step(&err, run, &done), err);
     }

@@ -131,9 +131,20 @@ def logits(
     ids: Sequence[int] | NDArray[np.int32],
     dtype: type[np.floating[Any]] = np.float64,
     quantize: Quantize = as_it_is,
+    prompt: tuple[int, Mapping[str, NDArray[np.float32]]] | None = None,
 ) -> Array:
-    """Logits of every position, [len(ids), vocab]. `quantize`: the input of each linear."""
-    w = {name: np.asarray(values, dtype=dtype) for name, values in tensors.items()}
+    """Logits of every position, [len(ids), vocab]. `quantize`: the input of each linear. `prompt`:
+    so many positions in front are computed with these tensors instead."""
+
+    def cast(given: Mapping[str, NDArray[np.float32]]) -> dict[str, Array]:
+        return {name: np.asarray(values, dtype=dtype) for name, values in given.items()}
+
+    w = cast(tensors)
+    n_first, first = (0, w) if prompt is None else (prompt[0], cast(prompt[1]))
+
+    def by_row(op: Callable[[Mapping[str, Array], Array], Array], x: Array) -> Array:
+        return np.concatenate([op(first, x[:n_first]), op(w, x[n_first:])])
+
     gemma, eps = is_gemma(config), config["rms_norm_eps"]
     n, hidden = len(ids), config["hidden_size"]
     n_heads, n_kv = config["num_attention_heads"], config["num_key_value_heads"]
@@ -142,13 +153,16 @@ def logits(
     act = str(config.get("hidden_activation") or config["hidden_act"])
 
     def project(name: str, x: Array) -> Array:
-        y = quantize(name + ".weight", x) @ w[name + ".weight"].T
-        return np.asarray(y + w[name + ".bias"] if name + ".bias" in w else y)
+        def op(w: Mapping[str, Array], x: Array) -> Array:
+            y = quantize(name + ".weight", x) @ w[name + ".weight"].T
+            return np.asarray(y + w[name + ".bias"] if name + ".bias" in w else y)
+
+        return by_row(op, x)
 
     def norm(name: str, x: Array) -> Array:
-        return rms_norm(x, w[name + ".weight"], eps, gemma)
+        return by_row(lambda w, x: rms_norm(x, w[name + ".weight"], eps, gemma), x)
 
-    x = w["model.embed_tokens.weight"][np.asarray(ids)]
+    x = by_row(lambda w, ids: w["model.embed_tokens.weight"][ids], np.asarray(ids))
     if gemma:
         x = x * dtype(math.sqrt(hidden))
     for i, (window, theta, scaling) in enumerate(windows_and_ropes(config)):
@@ -172,8 +186,11 @@ def logits(
         h = activation(act, project(p + "mlp.gate_proj", h)) * project(p + "mlp.up_proj", h)
         h = project(p + "mlp.down_proj", h)
         x = x + (norm(p + "post_feedforward_layernorm", h) if gemma else h)
-    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-    out = np.asarray(norm("model.norm", x) @ head.T)
+
+    def head(w: Mapping[str, Array], x: Array) -> Array:
+        return np.asarray(x @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T)
+
+    out = by_row(head, norm("model.norm", x))
     cap = config.get("final_logit_softcapping")
     return np.asarray(cap * np.tanh(out / cap)) if cap else out
 

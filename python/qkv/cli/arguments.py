@@ -35,6 +35,9 @@ def engine_options(
     add("--quantization", metavar="NAME",
         help="what a 16-bit checkpoint is quantized to while it is loaded, or what the checkpoint "
         "must be (default: as it is; qkv info lists the names)")  # fmt: skip
+    add("--prefill-quantization", metavar="NAME",
+        help="other weights for the positions of prompts: a name as --quantization takes it, or "
+        "another checkpoint of the model (default: the same weights)")  # fmt: skip
     add("--quantization-param-path", metavar="FILE", help="JSON file with KV scales")
     add("--fp8-gemm-backend", default="auto", metavar="NAME",
         help="GEMM for FP8 weights (default: auto; qkv info lists the names)")  # fmt: skip
@@ -84,6 +87,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         logging.getLogger("qkv").setLevel(args.log_level.upper())
     return {
         "quantization": args.quantization,
+        "prefill_quantization": args.prefill_quantization,
         "quantization_param_path": args.quantization_param_path,
         "fp8_gemm_backend": args.fp8_gemm_backend,
         "fp4_gemm_backend": args.fp4_gemm_backend,
