@@ -36,8 +36,8 @@ enum qkv_status qkv_batch_init(struct qkv_error *err, struct qkv_batch_arrays *a
                                int32_t max_rows);
 void qkv_batch_free(struct qkv_batch_arrays *arrays); /* fine for one that is all zero */
 
-/* Fills arrays->batches for `step`; they point into `arrays`, `lanes` and the sequences' page lists.
- * QKV_ERR_INTERNAL if the step does not fit or a slice's pages do not cover it. */
+/* Fills arrays->batches for `step`; they point into `arrays`, `lanes` and the sequences' page
+ * lists. QKV_ERR_INTERNAL if the step does not fit or a slice's pages do not cover it. */
 enum qkv_status qkv_batch_fill(struct qkv_error *err, struct qkv_batch_arrays *arrays,
                                const struct qkv_step *step, struct qkv_kv *const *lanes,
                                int32_t n_lanes);
