@@ -21,26 +21,20 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "backend/terms.h"
 #include "base/log.h"
 #include "base/status.h"
 #include "kv/kv_formats.h"
 #include "quant/formats.h"
 #include "quant/matrix.h"
 
-enum { QKV_BACKEND_ABI = 2 };
+enum { QKV_BACKEND_ABI = 4 };
 
 struct qkv_device; /* one opened backend: threads, scratch memory, stream */
 struct qkv_buffer; /* zeroed bytes of device memory */
 struct qkv_weight; /* a matrix [n_out, k_in] in the backend's packing */
 struct qkv_rope;   /* frequencies of one rotary embedding */
 struct qkv_kv;     /* a pool of KV pages over all layers */
-
-enum qkv_compute { QKV_COMPUTE_BF16, QKV_COMPUTE_F32 };
-
-/* What linear multiplies weights with. INT8: with weights in integer codes each row of the input is
- * quantized by itself, symmetric, scale amax / 127 over the whole row; other weights keep bf16.
- * CHECKPOINT: the input is quantized as each matrix wants it (qkv_matrix.input). */
-enum qkv_activations { QKV_ACTIVATIONS_BF16, QKV_ACTIVATIONS_INT8, QKV_ACTIVATIONS_CHECKPOINT };
 
 /* Where a backend in host memory takes all device memory from (buffers, weights, ropes, KV pools).
  */
@@ -67,8 +61,6 @@ struct qkv_device_info {
     uint64_t scratch_bytes; /* held for temporaries now */
 };
 
-enum qkv_rope_style { QKV_ROPE_HALVES, QKV_ROPE_INTERLEAVED };
-
 struct qkv_rope_desc {
     int32_t n_pairs; /* rotated channels / 2; channels from 2 * n_pairs on are left alone */
     const float
@@ -82,20 +74,6 @@ struct qkv_kv_desc {
     int32_t n_layers;
     int32_t n_pages;
 };
-
-/* What was stored for one head of K or V: every value written counts, those of a token that is
- * computed again, too. Clipped: a format without a largest value would have stored a larger one
- * (infinities count). Flushed: not zero, stored as zero. NaN is in n_values alone. Formats of 16
- * and 32 bits neither clip nor flush. A stochastic format's amax is that of the rounded values. */
-struct qkv_kv_counts {
-    uint64_t n_values;
-    uint64_t n_clipped;
-    uint64_t n_flushed;
-    float amax; /* largest |x|, before the scale */
-};
-
-/* Bins of |x|: the 11 bits of its fp32 pattern below the sign, exponent and 3 bits of mantissa. */
-enum { QKV_KV_HISTOGRAM_BINS = 2048 };
 
 /* One sequence's part of a step: n_rows consecutive tokens at consecutive positions. */
 struct qkv_batch_seq {
@@ -117,16 +95,6 @@ struct qkv_batch {
     struct qkv_kv *const *lanes;      /* [n_lanes] */
     int32_t n_lanes;
 };
-
-enum qkv_prologue {
-    QKV_PROLOGUE_NONE,
-    QKV_PROLOGUE_RMSNORM, /* x * rsqrt(mean(x^2) + eps) * norm */
-    QKV_PROLOGUE_GATED    /* x is [n_rows, 2 * k]: act(x[:, :k]) * x[:, k:] */
-};
-
-enum qkv_act { QKV_ACT_SILU, QKV_ACT_GELU_TANH };
-
-enum qkv_epilogue { QKV_EPILOGUE_STORE, QKV_EPILOGUE_ADD /* y += */ };
 
 /* y = epilogue(concat_i(weight[i] * prologue(x) + bias[i])), one matrix after the other in a row.
  */
@@ -187,6 +155,9 @@ struct qkv_sample_row {
     const int32_t *bias_ids; /* host [n_bias]: added to the logits; -INFINITY forbids a token */
     const float *bias;
     int32_t n_bias;
+    const uint32_t
+        *allowed; /* host [ceil(n_vocab / 32)], bit t % 32 of word t / 32: whether token t
+                                may be sampled; NULL: all may */
 };
 
 enum { QKV_TOP_MAX = 256 };
@@ -305,9 +276,10 @@ struct qkv_backend {
                                 const struct qkv_buffer *y, const struct qkv_buffer *norm,
                                 float eps, int32_t n_rows, int32_t dim);
     /* logits: f32 [*, n_vocab]; rows: host [n]. A row with a NaN, or whose largest logit
-     * is not finite, gives token 0, log-probability NaN and never a crash; where the biases forbid
-     * every token, token 0 with its own log-probability. top_k keeps exactly that many (ties by
-     * id). Of n_top, what exceeds the vocabulary is id -1, log-probability -INFINITY. */
+     * is not finite, gives token 0, log-probability NaN and never a crash; where biases and
+     * `allowed` forbid every token, token 0 with its own log-probability. top_k keeps exactly that
+     * many (ties by id). Of n_top, what exceeds the vocabulary is id -1, log-probability -INFINITY.
+     */
     enum qkv_status (*sample)(struct qkv_error *err, struct qkv_device *dev,
                               const struct qkv_buffer *logits, int32_t n_vocab,
                               const struct qkv_sample_row *rows, int32_t n,

@@ -189,6 +189,15 @@ enum qkv_status qkv_engine_result(struct qkv_error *err, const struct qkv_engine
     return QKV_OK;
 }
 
+enum qkv_status qkv_engine_allow(struct qkv_error *err, struct qkv_engine *engine, int64_t id,
+                                 const uint32_t *mask, int64_t n_words)
+{
+    QKV_TRY(qkv_engine_check_usable(err, engine));
+    struct qkv_generation *gen = NULL;
+    QKV_TRY(find_or_fail(err, engine, id, &gen));
+    return qkv_generation_allow(err, gen, mask, n_words);
+}
+
 enum qkv_status qkv_engine_finish(struct qkv_error *err, struct qkv_engine *engine, int64_t id,
                                   int32_t n_keep)
 {

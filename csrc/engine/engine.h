@@ -155,6 +155,10 @@ enum qkv_status qkv_engine_step(struct qkv_error *err, struct qkv_engine *engine
 enum qkv_status qkv_engine_result(struct qkv_error *err, const struct qkv_engine *engine,
                                   int64_t id, const struct qkv_generation **out);
 
+/* Which tokens may come next in a sequence, until the next call (qkv_generation_allow). */
+enum qkv_status qkv_engine_allow(struct qkv_error *err, struct qkv_engine *engine, int64_t id,
+                                 const uint32_t *mask, int64_t n_words);
+
 /* Ends a sequence in any state as "stop" with its first n_keep output tokens. If its comparison is
  * not complete, the others of its group end, too, and the next step reports them. */
 enum qkv_status qkv_engine_finish(struct qkv_error *err, struct qkv_engine *engine, int64_t id,

@@ -319,6 +319,7 @@ static enum qkv_status init_generation(struct qkv_error *err, struct qkv_generat
     gen->params.bad_tokens = NULL;
     gen->params.bad_first = NULL;
     gen->stop_token = -1;
+    gen->n_vocab = limits->n_vocab;
     if (p->max_tokens > limits->max_model_len - p->n_tokens) {
         gen->params.max_tokens = limits->max_model_len - p->n_tokens;
     }
@@ -366,6 +367,7 @@ void qkv_generation_destroy(struct qkv_generation *gen)
     free(gen->stops);
     free(gen->bias_ids);
     free(gen->bias);
+    free(gen->allowed);
     free(gen->seen_ids);
     free(gen->seen_counts);
     free(gen->seen_slots);
@@ -411,6 +413,23 @@ enum qkv_status qkv_generation_reserve(struct qkv_error *err, struct qkv_generat
     }
     QKV_TRY(qkv_seq_reserve(err, gen->seq));
     return gen->penalized ? seen_reserve(err, gen, (size_t)gen->n_seen + 1) : QKV_OK;
+}
+
+enum qkv_status qkv_generation_allow(struct qkv_error *err, struct qkv_generation *gen,
+                                     const uint32_t *mask, int64_t n_words)
+{
+    const int64_t n_needed = ((int64_t)gen->n_vocab + 31) / 32;
+    if (n_words != n_needed) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "mask: %lld words, a vocabulary of %d takes %lld",
+                        (long long)n_words, gen->n_vocab, (long long)n_needed);
+    }
+    if (gen->allowed == NULL) {
+        void *array = NULL;
+        QKV_TRY(qkv_calloc(err, (size_t)n_words, sizeof(uint32_t), &array));
+        gen->allowed = array;
+    }
+    memcpy(gen->allowed, mask, (size_t)n_words * sizeof(uint32_t));
+    return QKV_OK;
 }
 
 /* A bad word's last token is forbidden when the output ends with the tokens before it. The prompt
@@ -472,6 +491,7 @@ void qkv_generation_sample_row(struct qkv_generation *gen, struct qkv_sample_row
     out->n_bias = fill_bias(gen);
     out->bias_ids = gen->bias_ids;
     out->bias = gen->bias;
+    out->allowed = gen->allowed;
 }
 
 static bool is_stop(const struct qkv_generation *gen, int32_t token)

@@ -76,6 +76,8 @@ struct qkv_generation {
     int32_t n_stops;
     int32_t *bias_ids; /* [params.n_bias + n_stops + n_bad_words]: fixed part first */
     float *bias;
+    int32_t n_vocab;
+    uint32_t *allowed; /* [ceil(n_vocab / 32)] as in qkv_sample_row, or NULL */
 
     /* Distinct tokens so far, only if a penalty is on: insertion order and an index by id. */
     bool penalized;
@@ -129,6 +131,11 @@ void qkv_generation_destroy(struct qkv_generation *gen);
 /* Room for one more output token, so that neither qkv_generation_record nor the scheduler's append
  * can fail. */
 enum qkv_status qkv_generation_reserve(struct qkv_error *err, struct qkv_generation *gen);
+
+/* Only tokens whose bits are set may come next, until the next call. mask: [n_words], of which
+ * ceil(n_vocab / 32) are needed; copied. */
+enum qkv_status qkv_generation_allow(struct qkv_error *err, struct qkv_generation *gen,
+                                     const uint32_t *mask, int64_t n_words);
 
 /* Fills everything of a row but `row` and `target` for the token that comes next. Pointers into
  * `gen` stay valid until the next call on it. */

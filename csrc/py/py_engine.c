@@ -399,6 +399,30 @@ static PyObject *engine_finish(PyObject *object, PyObject *args, PyObject *kwarg
     return qkv_py_none(qkv_py_state_of(object), status, &err);
 }
 
+static PyObject *engine_allow(PyObject *object, PyObject *args)
+{
+    PyObject *id_object = NULL;
+    PyObject *mask_object = NULL;
+    int64_t id = 0;
+    if (!PyArg_ParseTuple(args, "OO:allow", &id_object, &mask_object) ||
+        qkv_py_int(id_object, "id", 0, INT64_MAX, &id) < 0) {
+        return NULL;
+    }
+    PyArrayObject *mask = qkv_npy_borrow(mask_object, "mask", NPY_UINT32, 1);
+    if (mask == NULL) {
+        return NULL;
+    }
+    struct qkv_engine *engine = qkv_py_engine_enter(cast(object));
+    if (engine == NULL) {
+        return NULL;
+    }
+    struct qkv_error err;
+    enum qkv_status status =
+        qkv_engine_allow(&err, engine, id, PyArray_DATA(mask), (int64_t)PyArray_SIZE(mask));
+    qkv_py_engine_leave(cast(object));
+    return qkv_py_none(qkv_py_state_of(object), status, &err);
+}
+
 static PyObject *engine_abort(PyObject *object, PyObject *id_object)
 {
     int64_t id = 0;
@@ -473,6 +497,11 @@ static PyMethodDef engine_methods[] = {
      "finish($self, id, n_keep)\n--\n\nEnds a sequence in any state as \"stop\" with its first\n"
      "n_keep output tokens; take() it then. The others of its group end as \"abort\", in the next\n"
      "step. ValueError: no such id, no such many tokens."},
+    {"allow", engine_allow, METH_VARARGS,
+     "allow($self, id, mask, /)\n--\n\nOnly tokens whose bits are set may come next in a\n"
+     "sequence, until the next call: uint32 [ceil(vocabulary / 32)], token t is bit t % 32 of\n"
+     "word t // 32. If it leaves none that the other parameters allow, token 0 comes.\n"
+     "ValueError: no such id, another number of words."},
     {"abort", engine_abort, METH_O,
      "abort($self, id, /)\n--\n\nForgets a sequence in any state. The others of its group end as\n"
      "\"abort\", in the next step. ValueError: no such id."},

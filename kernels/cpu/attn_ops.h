@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "backend/backend.h"
+#include "backend/terms.h"
 #include "kv/kv_formats.h"
 
 enum {

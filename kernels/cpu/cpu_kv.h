@@ -2,10 +2,12 @@
 #ifndef QKV_CPU_CPU_KV_H
 #define QKV_CPU_CPU_KV_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-#include "backend/backend.h"
+#include "backend/terms.h"
+#include "kv/kv_formats.h"
 
 /* One layer of a pool: runs of QKV_KV_RUN pages (the last may be shorter), each run
  * [n_kv_heads, its pages, page_bytes]. A page of one head holds 16 tokens in the layout of its

@@ -115,12 +115,13 @@ static bool is_greedy(const struct qkv_sample_row *row)
 
 static bool needs_work(const struct qkv_sample_row *row)
 {
-    return row->target < 0 && (!is_greedy(row) || has_penalties(row) || row->n_bias > 0);
+    return row->target < 0 &&
+           (!is_greedy(row) || has_penalties(row) || row->n_bias > 0 || row->allowed != NULL);
 }
 
 /* Repetition as CTRL (arXiv 1909.05858, section 4.1) with the sign rule of transformers; presence
  * and frequency as OpenAI's API defines them. */
-static void adjust(const struct qkv_sample_row *row, float *z)
+static void adjust(const struct qkv_sample_row *row, float *z, int32_t n_vocab)
 {
     if (has_penalties(row)) {
         for (int32_t i = 0; i < row->n_seen; i++) {
@@ -135,6 +136,9 @@ static void adjust(const struct qkv_sample_row *row, float *z)
     }
     for (int32_t i = 0; i < row->n_bias; i++) {
         z[row->bias_ids[i]] += row->bias[i];
+    }
+    for (int32_t i = 0; row->allowed != NULL && i < n_vocab; i++) {
+        z[i] = (row->allowed[i / 32] >> (i % 32)) & 1u ? z[i] : -INFINITY;
     }
 }
 
@@ -298,7 +302,7 @@ static int32_t choose(const struct job *job, const struct qkv_sample_row *row, c
         return best_logit;
     }
     memcpy(work->z, x, (size_t)n_vocab * sizeof(float));
-    adjust(row, work->z);
+    adjust(row, work->z, n_vocab);
     int32_t best = argmax(work->z, n_vocab, &max);
     /* Nothing allowed is left (best is 0 then), or an adjustment overflowed. */
     if (is_greedy(row) || !isfinite(max)) {

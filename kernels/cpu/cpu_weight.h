@@ -27,7 +27,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "backend/backend.h"
+#include "backend/terms.h"
 #include "quant/formats.h"
 #include "quant/matrix.h"
 

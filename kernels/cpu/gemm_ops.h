@@ -12,7 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "backend/backend.h"
+#include "backend/terms.h"
 #include "cpu_weight.h"
 
 /* From rows of fp32 to packed activations: [k blocks][n_rows][QKV_K_BLOCK cells + 64 bytes]. A cell

@@ -244,6 +244,10 @@ class Engine:
     def finish(self, id: int, n_keep: int) -> None:
         """Ends a sequence in any state as "stop" with the first n_keep output tokens; take() it
         then. The others of its group end as "abort", in the next step."""
+    def allow(self, id: int, mask: NDArray[np.uint32], /) -> None:
+        """Only tokens whose bits are set may come next in a sequence, until the next call: uint32
+        [ceil(vocabulary / 32)], token t is bit t % 32 of word t // 32. If it leaves none that the
+        other parameters allow, token 0 comes. ValueError: no such id, another number of words."""
     def abort(self, id: int, /) -> None:
         """Drops a sequence in any state; there is nothing to take. The others of its group end as
         "abort", in the next step."""

@@ -361,6 +361,33 @@ static void test_output_figures(void)
     qkv_generation_destroy(gen);
 }
 
+static void test_allowed(void)
+{
+    struct qkv_error err;
+    struct qkv_gen_params p = defaults();
+    struct qkv_generation *gen = make(&p);
+    struct qkv_sample_row row;
+    qkv_generation_sample_row(gen, &row);
+    CHECK(row.allowed == NULL);
+    uint32_t mask[5] = {1, 2, 4, 8, 16};
+    CHECK_ERROR(qkv_generation_allow(&err, gen, mask, 3), err, QKV_ERR_ARGUMENT,
+                "a vocabulary of 100 takes 4");
+    CHECK_ERROR(qkv_generation_allow(&err, gen, mask, 5), err, QKV_ERR_ARGUMENT, "5 words");
+    qkv_generation_sample_row(gen, &row);
+    CHECK(row.allowed == NULL);
+    CHECK_OK(qkv_generation_allow(&err, gen, mask, 4), err);
+    mask[3] = 0; /* it is a copy */
+    give(gen, 50);
+    qkv_generation_sample_row(gen, &row);
+    CHECK_EQ_INT(row.allowed[0], 1);
+    CHECK_EQ_INT(row.allowed[3], 8);
+    CHECK_OK(qkv_generation_allow(&err, gen, mask, 4), err);
+    qkv_generation_sample_row(gen, &row);
+    CHECK_EQ_INT(row.allowed[3], 0);
+    qkv_generation_destroy(gen);
+}
+
 CHECK_MAIN(test_bad_lengths, test_bad_ids, test_bad_sampling, test_cut_to_model_length,
            test_stops_and_min_tokens, test_ignored_eos_and_length, test_bad_words, test_fixed_bias,
-           test_seen_tokens, test_many_seen_tokens, test_prompt_figures, test_output_figures)
+           test_seen_tokens, test_many_seen_tokens, test_prompt_figures, test_output_figures,
+           test_allowed)

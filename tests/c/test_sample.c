@@ -304,6 +304,39 @@ static void test_greedy(void)
     m.be->close(m.dev);
 }
 
+static void test_allowed(void)
+{
+    struct machine m = machine_open(NULL, 1);
+    float x[40];
+    for (int i = 0; i < 40; i++) {
+        x[i] = (float)i;
+    }
+    uint32_t allowed[2] = {1u << 3 | 1u << 31, 1u << 4}; /* tokens 3, 31, 36 */
+    struct qkv_sample_row row = PLAIN;
+    row.allowed = allowed;
+    struct result r = sample_one(&m, x, 40, &row);
+    CHECK_EQ_INT(r.token, 36);
+    CHECK_EQ_INT(r.rank, 3); /* the report is about the raw logits all the same */
+    CHECK(fabs((double)r.logprob - reference_logprob(x, 40, 36)) < 1e-6);
+    int32_t id = 36;
+    float bias = -10.0f;
+    row.bias_ids = &id;
+    row.bias = &bias;
+    row.n_bias = 1;
+    CHECK_EQ_INT(sample_one(&m, x, 40, &row).token, 31);
+    row.temperature = 50.0f;
+    int counts[40] = {0};
+    for (uint32_t seed = 0; seed < 300; seed++) {
+        row.seed = seed;
+        counts[sample_one(&m, x, 40, &row).token]++;
+    }
+    CHECK(counts[3] > 30 && counts[31] > 30 && counts[36] > 30);
+    CHECK_EQ_INT(counts[3] + counts[31] + counts[36], 300);
+    allowed[0] = allowed[1] = 0; /* none is left */
+    CHECK_EQ_INT(sample_one(&m, x, 40, &row).token, 0);
+    m.be->close(m.dev);
+}
+
 static void test_penalties(void)
 {
     struct machine m = machine_open(NULL, 1);
@@ -628,7 +661,7 @@ static void test_errors(void)
     m.be->close(m.dev);
 }
 
-CHECK_MAIN(test_philox_known_answers, test_report, test_greedy, test_penalties, test_filters,
-           test_filters_of_equal_logits, test_large_vocabulary, test_distribution,
+CHECK_MAIN(test_philox_known_answers, test_report, test_greedy, test_allowed, test_penalties,
+           test_filters, test_filters_of_equal_logits, test_large_vocabulary, test_distribution,
            test_rows_without_a_finite_logit, test_everything_forbidden, test_rows_and_threads,
            test_errors)
