@@ -296,6 +296,50 @@ static const uint8_t *stored_piece(const struct qkv_matrix *matrix, int64_t row,
     return matrix->blocks + (size_t)stored_row * row_bytes + first / PIECE * *piece_bytes;
 }
 
+/* The instruction set's kernel for full panels of this matrix, or NULL: by way of its pieces. */
+static void (*find_kernel(const struct qkv_pack_task *task))(const struct qkv_cpu_rows *)
+{
+    const struct qkv_matrix *matrix = task->matrix;
+    bool whole = matrix->k_in % QKV_UNIT == 0; /* only of bf16 it may not be */
+    if (matrix->format == QKV_FORMAT_COUNT || task->w->pack == QKV_PACK_F32 || !whole) {
+        return NULL;
+    }
+    return task->ops->pack_rows[matrix->format];
+}
+
+/* The same piece of all rows, and fetches the one behind it: a piece is too short a stream for the
+ * processor to fetch ahead by itself. */
+static void pack_piece(struct piece *p, size_t panel, size_t n_columns)
+{
+    const struct qkv_pack_task *task = p->task;
+    void (*kernel)(const struct qkv_cpu_rows *) = n_columns == QKV_PANEL ? find_kernel(task) : NULL;
+    bool ahead = p->first + 2 * PIECE <= (size_t)p->w->k_in;
+    const uint8_t *rows[QKV_PANEL];
+    for (size_t c = 0; c < n_columns; c++) {
+        int64_t row = (int64_t)(panel * QKV_PANEL + c);
+        size_t piece_bytes = 0;
+        rows[c] = stored_piece(task->matrix, row, p->first, &piece_bytes);
+        for (size_t b = 0; ahead && rows[c] != NULL && b < piece_bytes; b += 64) {
+            __builtin_prefetch(rows[c] + piece_bytes + b);
+        }
+        if (kernel == NULL) {
+            pack_row(p, c, row, rows[c]);
+        }
+    }
+    if (kernel == NULL) {
+        interleave(p);
+        return;
+    }
+    kernel(&(struct qkv_cpu_rows){
+        .weight = p->w,
+        .row = rows,
+        .panel = p->panel,
+        .first = p->first,
+        .n = p->n,
+        .offset = p->w->bytes ? (uint32_t)qkv_cpu_byte_offset(p->w->pack) : 0,
+    });
+}
+
 static void pack_panel(const struct qkv_pack_task *task, size_t panel, struct piece *p)
 {
     const struct qkv_weight *w = task->w;
@@ -307,18 +351,7 @@ static void pack_panel(const struct qkv_pack_task *task, size_t panel, struct pi
            (QKV_PANEL - n_columns) * p->stride * sizeof *p->words);
     for (p->first = 0; p->first < k_in; p->first += PIECE) {
         p->n = k_in - p->first < PIECE ? k_in - p->first : PIECE;
-        /* A piece is too short a stream for the processor to fetch ahead by itself. */
-        bool ahead = p->first + 2 * PIECE <= k_in;
-        for (size_t c = 0; c < n_columns; c++) {
-            int64_t row = (int64_t)(panel * QKV_PANEL + c);
-            size_t piece_bytes = 0;
-            const uint8_t *stored = stored_piece(task->matrix, row, p->first, &piece_bytes);
-            for (size_t b = 0; ahead && stored != NULL && b < piece_bytes; b += 64) {
-                __builtin_prefetch(stored + piece_bytes + b);
-            }
-            pack_row(p, c, row, stored);
-        }
-        interleave(p);
+        pack_piece(p, panel, n_columns);
     }
 }
 

@@ -7,12 +7,14 @@
 
 #include "backend/backend.h"
 #include "cpu_weight.h"
+#include "gemm_ops.h"
 #include "quant/matrix.h"
 
 struct qkv_pack_task {
     const struct qkv_matrix *matrix; /* checked */
     const struct qkv_form *form;
     const struct qkv_weight *w; /* laid out; its data are zero */
+    const struct qkv_cpu_gemm_ops *ops;
 };
 
 /* Bits of a code in a panel, padding to nothing. */

@@ -9,6 +9,7 @@
 #include "base/mem.h"
 #include "cpu_device.h"
 #include "cpu_pack.h"
+#include "ops.h"
 #include "quant/matrix.h"
 
 static enum qkv_pack pack_of(enum qkv_code code, enum qkv_compute compute)
@@ -261,7 +262,8 @@ enum qkv_status qkv_cpu_weight_create(struct qkv_error *err, struct qkv_device *
     plan_layout(matrix, &form, dev->compute, dev->activations, w);
     enum qkv_status status = place_data(err, dev, matrix, &form, w);
     if (status == QKV_OK) {
-        struct qkv_pack_task task = {.matrix = matrix, .form = &form, .w = w};
+        struct qkv_pack_task task = {
+            .matrix = matrix, .form = &form, .w = w, .ops = &dev->ops->gemm};
         status =
             qkv_threads_run(err, dev->threads, (size_t)w->n_panels, qkv_cpu_pack_panels, &task);
     }

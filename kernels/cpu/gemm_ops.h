@@ -54,6 +54,16 @@ struct qkv_cpu_gemm {
     const uint8_t *next; /* what this thread reads after the weight, NULL: not known */
 };
 
+/* A piece of the rows of a full panel, as the blocks of a file. */
+struct qkv_cpu_rows {
+    const struct qkv_weight *weight;
+    const uint8_t *const *row; /* [QKV_PANEL], each where the piece begins */
+    uint8_t *panel;
+    size_t first; /* elements [first, first + n) along K, whole blocks (bf16: units) */
+    size_t n;
+    uint32_t offset; /* what the byte layout adds to a code, 0 in the other */
+};
+
 struct qkv_cpu_gemm_ops {
     size_t cell_bytes; /* of packed activations */
     /* The table for compute_dtype float32, NULL: this one. */
@@ -77,6 +87,8 @@ struct qkv_cpu_gemm_ops {
     void (*quantize)(const struct qkv_cpu_pack *args, int32_t row, int32_t begin, int32_t end,
                      float scale, float *scratch);
     void (*gemm_int8)(const struct qkv_cpu_gemm *args, int32_t begin, int32_t end, void *scratch);
+    /* Puts codes and scales into the panel (body_rows.inc); NULL: no such kernel for the format. */
+    void (*pack_rows[QKV_FORMAT_COUNT])(const struct qkv_cpu_rows *rows);
 };
 
 #endif

@@ -336,4 +336,99 @@ static inline void vi_store_u8(uint8_t *p, vi a)
     _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(words, words));
 }
 
+/* Words of four rows. */
+static inline __m128i vi_row_word_4(const uint8_t *const *row, size_t at)
+{
+    int word[4];
+    for (int i = 0; i < 4; i++) {
+        memcpy(&word[i], row[i] + at, sizeof word[i]);
+    }
+    return _mm_setr_epi32(word[0], word[1], word[2], word[3]);
+}
+static inline vi vi_row_word(const uint8_t *const *row, size_t at)
+{
+    return _mm256_setr_m128i(vi_row_word_4(row, at), vi_row_word_4(row + 4, at));
+}
+/* 16 bytes of rows i and i + 4: transposing each half puts rows in order. */
+static inline vi vi_row_halves(const uint8_t *const *row, size_t at)
+{
+    return _mm256_setr_m128i(_mm_loadu_si128((const __m128i *)(row[0] + at)),
+                             _mm_loadu_si128((const __m128i *)(row[4] + at)));
+}
+static inline void vi_row_words(const uint8_t *const *row, size_t at, vi out[4])
+{
+    vi a = vi_row_halves(row, at);
+    vi b = vi_row_halves(row + 1, at);
+    vi c = vi_row_halves(row + 2, at);
+    vi d = vi_row_halves(row + 3, at);
+    vi ab = _mm256_unpacklo_epi32(a, b);
+    vi cd = _mm256_unpacklo_epi32(c, d);
+    out[0] = _mm256_unpacklo_epi64(ab, cd);
+    out[1] = _mm256_unpackhi_epi64(ab, cd);
+    ab = _mm256_unpackhi_epi32(a, b);
+    cd = _mm256_unpackhi_epi32(c, d);
+    out[2] = _mm256_unpacklo_epi64(ab, cd);
+    out[3] = _mm256_unpackhi_epi64(ab, cd);
+}
+static inline vi vi_set1(uint32_t x)
+{
+    return _mm256_set1_epi32((int)x);
+}
+static inline vi vi_and(vi a, vi b)
+{
+    return _mm256_and_si256(a, b);
+}
+static inline vi vi_or(vi a, vi b)
+{
+    return _mm256_or_si256(a, b);
+}
+static inline vi vi_xor(vi a, vi b)
+{
+    return _mm256_xor_si256(a, b);
+}
+static inline vi vi_add(vi a, vi b)
+{
+    return _mm256_add_epi32(a, b);
+}
+static inline vi vi_mul(vi a, vi b)
+{
+    return _mm256_mullo_epi32(a, b);
+}
+static inline vi vi_left(vi a, int n)
+{
+    return _mm256_slli_epi32(a, n);
+}
+static inline vi vi_right(vi a, int n)
+{
+    return _mm256_srli_epi32(a, n);
+}
+static inline vi vi_swap_middle(vi a)
+{
+    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+    return _mm256_shuffle_epi8(a, _mm256_broadcastsi128_si256(order));
+}
+static inline void vi_store(uint32_t *p, vi a)
+{
+    _mm256_storeu_si256((__m256i *)p, a);
+}
+static inline void vi_store_u16(uint16_t *p, vi a)
+{
+    a = _mm256_and_si256(a, _mm256_set1_epi32(0xffff));
+    _mm_storeu_si128((__m128i *)p,
+                     _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)));
+}
+/* Bytes i of four words beside each other, then of all. */
+static inline void vi_store_bytes(uint8_t *p, size_t step, vi a)
+{
+    const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    a = _mm256_shuffle_epi8(a, _mm256_broadcastsi128_si256(order));
+    a = _mm256_permutevar8x32_epi32(a, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    __m128i low = _mm256_castsi256_si128(a);
+    __m128i high = _mm256_extracti128_si256(a, 1);
+    _mm_storel_epi64((__m128i *)p, low);
+    _mm_storeh_pi((__m64 *)(p + step), _mm_castsi128_ps(low));
+    _mm_storel_epi64((__m128i *)(p + 2 * step), high);
+    _mm_storeh_pi((__m64 *)(p + 3 * step), _mm_castsi128_ps(high));
+}
+
 #endif

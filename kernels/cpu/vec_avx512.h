@@ -381,4 +381,101 @@ static inline void vi_store_u8(uint8_t *p, vi a)
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(a));
 }
 
+/* Words of four rows. */
+static inline __m128i vi_row_word_4(const uint8_t *const *row, size_t at)
+{
+    int word[4];
+    for (int i = 0; i < 4; i++) {
+        memcpy(&word[i], row[i] + at, sizeof word[i]);
+    }
+    return _mm_setr_epi32(word[0], word[1], word[2], word[3]);
+}
+static inline vi vi_row_word(const uint8_t *const *row, size_t at)
+{
+    __m512i a = _mm512_castsi128_si512(vi_row_word_4(row, at));
+    a = _mm512_inserti32x4(a, vi_row_word_4(row + 4, at), 1);
+    a = _mm512_inserti32x4(a, vi_row_word_4(row + 8, at), 2);
+    return _mm512_inserti32x4(a, vi_row_word_4(row + 12, at), 3);
+}
+/* 16 bytes of rows i, i + 4, i + 8, i + 12: transposing each quarter puts rows in order. */
+static inline vi vi_row_quarters(const uint8_t *const *row, size_t at)
+{
+    __m512i a = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(row[0] + at)));
+    a = _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(row[4] + at)), 1);
+    a = _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(row[8] + at)), 2);
+    return _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(row[12] + at)), 3);
+}
+static inline void vi_row_words(const uint8_t *const *row, size_t at, vi out[4])
+{
+    vi a = vi_row_quarters(row, at);
+    vi b = vi_row_quarters(row + 1, at);
+    vi c = vi_row_quarters(row + 2, at);
+    vi d = vi_row_quarters(row + 3, at);
+    vi ab = _mm512_unpacklo_epi32(a, b);
+    vi cd = _mm512_unpacklo_epi32(c, d);
+    out[0] = _mm512_unpacklo_epi64(ab, cd);
+    out[1] = _mm512_unpackhi_epi64(ab, cd);
+    ab = _mm512_unpackhi_epi32(a, b);
+    cd = _mm512_unpackhi_epi32(c, d);
+    out[2] = _mm512_unpacklo_epi64(ab, cd);
+    out[3] = _mm512_unpackhi_epi64(ab, cd);
+}
+static inline vi vi_set1(uint32_t x)
+{
+    return _mm512_set1_epi32((int)x);
+}
+static inline vi vi_and(vi a, vi b)
+{
+    return _mm512_and_si512(a, b);
+}
+static inline vi vi_or(vi a, vi b)
+{
+    return _mm512_or_si512(a, b);
+}
+static inline vi vi_xor(vi a, vi b)
+{
+    return _mm512_xor_si512(a, b);
+}
+static inline vi vi_add(vi a, vi b)
+{
+    return _mm512_add_epi32(a, b);
+}
+static inline vi vi_mul(vi a, vi b)
+{
+    return _mm512_mullo_epi32(a, b);
+}
+static inline vi vi_left(vi a, int n)
+{
+    return _mm512_slli_epi32(a, (unsigned)n);
+}
+static inline vi vi_right(vi a, int n)
+{
+    return _mm512_srli_epi32(a, (unsigned)n);
+}
+static inline vi vi_swap_middle(vi a)
+{
+    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+    return _mm512_shuffle_epi8(a, _mm512_broadcast_i32x4(order));
+}
+static inline void vi_store(uint32_t *p, vi a)
+{
+    _mm512_storeu_si512(p, a);
+}
+static inline void vi_store_u16(uint16_t *p, vi a)
+{
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(a));
+}
+/* Bytes i of four words beside each other, then of all. */
+static inline void vi_store_bytes(uint8_t *p, size_t step, vi a)
+{
+    const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    a = _mm512_shuffle_epi8(a, _mm512_broadcast_i32x4(order));
+    const __m512i lines = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    a = _mm512_permutexvar_epi32(lines, a);
+    _mm_storeu_si128((__m128i *)p, _mm512_castsi512_si128(a));
+    _mm_storeu_si128((__m128i *)(p + step), _mm512_extracti32x4_epi32(a, 1));
+    _mm_storeu_si128((__m128i *)(p + 2 * step), _mm512_extracti32x4_epi32(a, 2));
+    _mm_storeu_si128((__m128i *)(p + 3 * step), _mm512_extracti32x4_epi32(a, 3));
+}
+
 #endif

@@ -5,7 +5,9 @@
 #define QKV_CPU_VEC_SCALAR_H
 
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "base/half.h"
 
@@ -257,6 +259,72 @@ static inline vi vi_e2m1(vf a, const float *bounds)
 static inline void vi_store_u8(uint8_t *p, vi a)
 {
     p[0] = (uint8_t)a;
+}
+
+/* What packing of weights needs: VW rows side by side, a column of them in each lane. Words of each
+ * row from byte `at` on: one, or four that follow each other. */
+static inline vi vi_row_word(const uint8_t *const *row, size_t at)
+{
+    uint32_t word;
+    memcpy(&word, row[0] + at, sizeof word);
+    return word;
+}
+static inline void vi_row_words(const uint8_t *const *row, size_t at, vi out[4])
+{
+    memcpy(out, row[0] + at, 4 * sizeof *out);
+}
+static inline vi vi_set1(uint32_t x)
+{
+    return x;
+}
+static inline vi vi_and(vi a, vi b)
+{
+    return a & b;
+}
+static inline vi vi_or(vi a, vi b)
+{
+    return a | b;
+}
+static inline vi vi_xor(vi a, vi b)
+{
+    return a ^ b;
+}
+static inline vi vi_add(vi a, vi b)
+{
+    return a + b;
+}
+static inline vi vi_mul(vi a, vi b)
+{
+    return a * b;
+}
+static inline vi vi_left(vi a, int n)
+{
+    return a << n;
+}
+static inline vi vi_right(vi a, int n)
+{
+    return a >> n;
+}
+/* The two bytes in the middle of each word change places. */
+static inline vi vi_swap_middle(vi a)
+{
+    return (a & 0xff0000ffu) | (a << 8 & 0x00ff0000u) | (a >> 8 & 0x0000ff00u);
+}
+static inline void vi_store(uint32_t *p, vi a)
+{
+    *p = a;
+}
+/* The low halves. */
+static inline void vi_store_u16(uint16_t *p, vi a)
+{
+    *p = (uint16_t)a;
+}
+/* Byte i of each word to p + i * step. */
+static inline void vi_store_bytes(uint8_t *p, size_t step, vi a)
+{
+    for (size_t i = 0; i < 4; i++) {
+        p[i * step] = (uint8_t)(a >> 8 * i);
+    }
 }
 
 #endif

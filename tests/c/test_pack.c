@@ -7,6 +7,7 @@
 #include "check.h"
 #include "cpu_weight.h"
 #include "dispatch.h"
+#include "ops.h"
 #include "quant/codec.h"
 #include "quant/formats.h"
 #include "random_values.h"
@@ -196,24 +197,36 @@ static void tame(struct matrix *m)
     }
 }
 
+static struct qkv_device *open_device(enum qkv_compute compute, enum qkv_activations activations,
+                                      const char *isa)
+{
+    struct qkv_device_options options = {
+        .n_threads = 2, .compute = compute, .activations = activations, .isa = isa};
+    struct qkv_device *dev = NULL;
+    CHECK_OK(qkv_cpu_backend()->open(&err, &options, &dev), err);
+    return dev;
+}
+
+static void check_size(struct qkv_device *dev, enum qkv_format format, const int32_t *size)
+{
+    const struct qkv_format_traits *traits = qkv_format_traits(format);
+    struct matrix m = random_matrix(format, size[0], size[1] * traits->block_elems);
+    if (traits->code == QKV_CODE_BF16X2) {
+        tame(&m);
+    }
+    check_matrix(dev, &m);
+    free_matrix(&m);
+}
+
 static void check_formats(enum qkv_compute compute, enum qkv_activations activations)
 {
     static const int32_t sizes[][2] = {{1, 1},  {3, 7},   {32, 2}, {33, 255},
                                        {40, 1}, {96, 10}, {5, 9}};
-    struct qkv_device_options options = {
-        .n_threads = 2, .compute = compute, .activations = activations, .isa = "scalar"};
-    struct qkv_device *dev = NULL;
-    CHECK_OK(qkv_cpu_backend()->open(&err, &options, &dev), err);
+    struct qkv_device *dev = open_device(compute, activations, "scalar");
     for (int format = 0; format < QKV_FORMAT_COUNT; format++) {
-        const struct qkv_format_traits *traits = qkv_format_traits(format);
+        const struct qkv_format_traits *traits = qkv_format_traits((enum qkv_format)format);
         for (size_t i = 0; traits->code != QKV_CODE_NONE && i < sizeof sizes / sizeof *sizes; i++) {
-            struct matrix m = random_matrix((enum qkv_format)format, sizes[i][0],
-                                            sizes[i][1] * traits->block_elems);
-            if (traits->code == QKV_CODE_BF16X2) {
-                tame(&m);
-            }
-            check_matrix(dev, &m);
-            free_matrix(&m);
+            check_size(dev, (enum qkv_format)format, sizes[i]);
         }
     }
     qkv_cpu_backend()->close(dev);
@@ -234,4 +247,29 @@ static void test_byte_layout(void)
     check_formats(QKV_COMPUTE_BF16, QKV_ACTIVATIONS_INT8);
 }
 
-CHECK_MAIN(test_bf16, test_f32, test_byte_layout)
+/* Kernels take full panels, bf16 in whole units; all instruction sets give the same bytes. */
+static void check_kernels(const struct qkv_cpu_isa *isa, enum qkv_activations activations)
+{
+    static const int32_t sizes[][2] = {{32, 1}, {33, 16}, {64, 9}, {70, 40}};
+    struct qkv_device *dev = open_device(QKV_COMPUTE_BF16, activations, isa->name);
+    for (int format = 0; format < QKV_FORMAT_COUNT; format++) {
+        for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+            if (isa->ops->gemm.pack_rows[format] != NULL) {
+                check_size(dev, (enum qkv_format)format, sizes[i]);
+            }
+        }
+    }
+    qkv_cpu_backend()->close(dev);
+}
+
+static void test_kernels(void)
+{
+    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+        if (isa->usable()) {
+            check_kernels(isa, QKV_ACTIVATIONS_BF16);
+            check_kernels(isa, QKV_ACTIVATIONS_INT8);
+        }
+    }
+}
+
+CHECK_MAIN(test_bf16, test_f32, test_byte_layout, test_kernels)
