@@ -159,6 +159,7 @@ soak: $(VENV)/test.stamp soak-models
 	done
 	rm -rf build/kills
 	$(BIN)/python tests/tools/kill_runs.py build/kills --kills 10000 --rows 20000
+	$(BIN)/python tests/tools/kill_runs.py build/kills --kills 1000 --rows 5000 --parquet
 	$(BIN)/python tests/bench/bench_dataset.py many --rows 1000000
 	$(MAKE) isa asan tsan
 

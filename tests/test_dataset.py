@@ -301,6 +301,91 @@ def test_a_full_disk(engine: qkv.Engine, tmp_path: Path) -> None:
     assert sorted(out.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())
 
 
+def test_a_small_disk(engine: qkv.Engine, tmp_path: Path) -> None:
+    """A file system of 24 KiB that really fills up, where one may be mounted."""
+    disk, rows, whole = tmp_path / "disk", some(100), tmp_path / "whole.jsonl"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", str(disk)]
+    if subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode:
+        pytest.skip("mounting a file system is not allowed here")
+    try:
+        run(engine, rows, whole)
+        with pytest.raises(qkv.Error, match="No space left on device.*goes on with them"):
+            run(engine, rows, disk / "out.jsonl")
+        data = (disk / "out.jsonl").read_bytes()
+        assert 10 < data.count(b"\n") < 100 and data.endswith(b"\n")
+        subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True)
+        assert run(engine, rows, disk / "out.jsonl").before == data.count(b"\n")
+        found = (disk / "out.jsonl").read_bytes()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    assert sorted(found.splitlines()) == sorted(whole.read_bytes().splitlines())
+
+
+def test_a_disk_without_room_for_the_header(engine: qkv.Engine, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with largest_file(100), pytest.raises(qkv.Error, match=r"out\.jsonl\.qkv: File too large"):
+        run(engine, some(4), out)
+    assert list(tmp_path.iterdir()) == []
+    assert run(engine, some(4), out).before == 0 and len(read(out)) == 4
+
+
+def test_no_room_for_the_new_file(
+    engine: qkv.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file is to be replaced, the old one stays until the new one is whole."""
+    out = tmp_path / "out.jsonl"
+    rows: list[Any] = [*some(10), {"id": "bad", "prompt": 5}]
+    run(engine, rows, out)
+    before = out.read_bytes()
+    with largest_file(len(before) // 2), pytest.raises(qkv.Error, match="File too large"):
+        run(engine, rows, out, retry_errors=True)
+    assert out.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "out.jsonl.qkv"}
+    assert run(engine, rows, out, retry_errors=True).failed == 1
+
+
+def test_an_interrupt_keeps_what_is_done(engine: qkv.Engine, tmp_path: Path) -> None:
+    rows, out, whole = some(40), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    calls = []
+
+    def hook(output: qkv.RequestOutput) -> None:
+        calls.append(output.key)
+        if len(calls) == 15:
+            raise KeyboardInterrupt
+
+    run(engine, rows, whole)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, rows, out, on_finish=hook)
+    assert set(read(out)) == set(calls[:14])
+    assert run(engine, rows, out).before == 14
+    assert sorted(out.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())
+
+
+def test_a_model_that_cannot_be_loaded_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(qkv.Error, match="nowhere"):
+        qkv.run_dataset(tmp_path / "nowhere", ["x"], tmp_path / "out.jsonl", progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arguments(engine: qkv.Engine, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    for error, words, options in (
+        (ValueError, "on_bad_row='ignore': must be one of", {"on_bad_row": "ignore"}),
+        (ValueError, "limit=0", {"limit": 0}),
+        (ValueError, "shard's i=3", {"shard": (3, 3)}),
+        (TypeError, r"shard='0/3': \(i, n\) is needed", {"shard": "0/3"}),
+        (TypeError, "on_finish=5", {"on_finish": 5}),
+        (TypeError, "an Engine has its options already: threads", {"threads": 1}),
+    ):
+        with pytest.raises(error, match=words):
+            run(engine, ["x"], out, **options)
+    with pytest.raises(ValueError, match="can be read only once"):
+        run(engine, iter(["x"]), out, on_bad_row="stop")
+    assert run(engine, iter(["x", "y"]), out, limit=1).rows["truncated"] == 1
+    assert run(engine, iter(["x", "y"]), out).before == 1
+
+
 def test_output_that_cannot_be_written(engine: qkv.Engine, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "out.jsonl", Path("/proc/out.jsonl")):

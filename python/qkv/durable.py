@@ -19,15 +19,20 @@ def open_locked(path: Path) -> IO[bytes]:
     if path.exists() and not path.is_file():
         raise Error(f"{path}: not a regular file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a+b", buffering=0)  # noqa: SIM115 - kept open
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        busy = isinstance(error, BlockingIOError)
-        reason = "another process is writing to it" if busy else f"no lock: {error.strerror}"
-        raise Error(f"{path}: {reason}") from None
-    return file
+    while True:
+        file = open(path, "a+b", buffering=0)  # noqa: SIM115 - kept open
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            own = os.fstat(file.fileno())
+            with suppress(FileNotFoundError):
+                if os.path.samestat(own, path.stat()):
+                    return file
+        except OSError as error:
+            file.close()
+            busy = isinstance(error, BlockingIOError)
+            reason = "another process is writing to it" if busy else f"no lock: {error.strerror}"
+            raise Error(f"{path}: {reason}") from None
+        file.close()  # another process took the file away before it was locked
 
 
 def append(file: BinaryIO | IO[bytes], data: bytes) -> None:
@@ -65,7 +70,7 @@ def remove_unfinished(path: Path) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when the block ends, at once; if it ends with an
-    exception the old one stays as it is."""
+    exception the old one stays as it is. Error if it cannot be written."""
     fresh = _fresh(path)
     try:
         with open(fresh, "wb") as file:
@@ -73,8 +78,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             fresh.unlink()
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+            raise Error(f"{path}: {reason}; what was there is as it was") from error
         raise
     sync_folder(path)

@@ -1,7 +1,7 @@
 """Kills a run over a data set again and again, until it is through, and compares what it wrote with
 what a run that nobody disturbed writes: byte for byte, after sorting.
 
-    python tests/tools/kill_runs.py FOLDER [--kills 10000] [--rows 20000] [--seed 1]
+    python tests/tools/kill_runs.py FOLDER [--kills 10000] [--rows 20000] [--seed 1] [--parquet]
 
 makes a tiny model in FOLDER. The process that is killed is a fork of this one, which has imported
 everything and opened no engine: so a life costs milliseconds. Some are killed after so many rows,
@@ -21,7 +21,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import pyarrow.parquet  # noqa: E402, F401 - once, and not in each life
+
 import qkv  # noqa: E402
+from qkv.dataset import parquet  # noqa: E402
 from ref import make_tiny  # noqa: E402
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven grey cats look on".split()
@@ -91,8 +94,9 @@ def kill_until_done(model: Path, source: Path, out: Path, kills: int, seed: int,
     often it was killed."""
     draw = random.Random(seed)
     killed = 0
+    lines = lines_of(out)
     while True:
-        there = out.stat().st_size if out.exists() else 0
+        there = lines.stat().st_size if lines.exists() else 0
         left = max(kills - killed, 0)
         share = (size - there) / (1.2 * left + 1)
         if left == 0:
@@ -101,12 +105,27 @@ def kill_until_done(model: Path, source: Path, out: Path, kills: int, seed: int,
             bytes_more, seconds = 2 * size, draw.uniform(0.0, 0.05)
         else:
             bytes_more, seconds = int(draw.uniform(0.0, 2.0 * share)), 600.0
-        code = live(start(lambda: run(model, source, out)), out, bytes_more, seconds)
+        code = live(start(lambda: run(model, source, out)), lines, bytes_more, seconds)
         if code == 0:
             return killed
         if code is not None:
             raise SystemExit(f"a run ended by itself with the exit code {code}")
         killed += 1
+
+
+def lines_of(out: Path) -> Path:
+    return out if out.suffix == ".jsonl" else Path(f"{out}.jsonl")
+
+
+def is_table_of(table: Path, lines: list[bytes]) -> bool:
+    """Whether the table has the rows of these lines."""
+    found = [json.dumps(row, sort_keys=True) for row in parquet.rows(table)]
+    wanted = [json.loads(line) for line in lines]
+    names = {name for row in wanted for name in row}
+    for row in wanted:  # of bad rows these are numbers among texts
+        row |= {name: str(row[name]) for name in ("id", "prompt") if name in row}
+    full = [json.dumps(dict.fromkeys(names) | row, sort_keys=True) for row in wanted]
+    return sorted(found) == sorted(full)
 
 
 def main() -> None:
@@ -115,20 +134,23 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10_000)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--parquet", action="store_true")
     args = parser.parse_args()
     model, source = args.folder / "model", args.folder / "in.jsonl"
     model.mkdir(parents=True, exist_ok=True)
     make_tiny.write(model, "llama")
     write_rows(source, args.rows, args.seed)
-    whole, out = args.folder / "whole.jsonl", args.folder / "killed.jsonl"
+    ending = "parquet" if args.parquet else "jsonl"
+    whole, out = args.folder / "whole.jsonl", args.folder / f"killed.{ending}"
     if live(start(lambda: run(model, source, whole)), whole, sys.maxsize, 3600.0) != 0:
         raise SystemExit("the undisturbed run failed")
     wanted = whole.read_bytes()
     begun = time.monotonic()
     killed = kill_until_done(model, source, out, args.kills, args.seed, len(wanted))
-    found = out.read_bytes()
-    same = sorted(found.splitlines()) == sorted(wanted.splitlines())
-    facts = {"kills": killed, "rows": found.count(b"\n"), "same": same,
+    found = lines_of(out).read_bytes().splitlines()
+    same = sorted(found) == sorted(wanted.splitlines())
+    same = same and (not args.parquet or is_table_of(out, found))
+    facts = {"kills": killed, "rows": len(found), "same": same,
              "seconds": round(time.monotonic() - begun, 1)}  # fmt: skip
     print(json.dumps(facts))
     sys.exit(0 if same else 1)

@@ -5,10 +5,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TextIO
 
 from .. import tasks
+from .._core import Error
+from ..dataset.source import Bad, parsed, standard_input, text_line
 from .arguments import Problem
 
 
@@ -58,39 +60,22 @@ def _check_files(source: str, target: str | None) -> None:
         raise Problem(f"--output {target}: the same file as --input")
 
 
-def _read_lines(path: str) -> Iterator[str]:
-    try:
-        if path != "-":
-            with open(path, encoding="utf-8-sig") as file:
-                yield from file
-            return
-        if sys.stdin is None:
-            raise Problem("--input -: standard input is closed")
-        for number, line in enumerate(sys.stdin):
-            yield line.removeprefix("\ufeff") if number == 0 else line
-    except (OSError, UnicodeDecodeError) as error:
-        raise Problem(f"{path}: {error}") from error
-
-
 def _read_rows(path: str) -> Iterator[Any]:
     """JSONL where the name says so, else a prompt in each line that is not empty. A line that is no
-    JSON is a ValueError in its place: that row's error."""
-    is_json = path.endswith((".jsonl", ".json"))
-    for number, line in enumerate(_read_lines(path), 1):
-        line = line.rstrip("\n")
-        if not line.strip():
-            continue
-        if not is_json:
-            yield line
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            row = ValueError(f"{path}, line {number}: not valid JSON: {error}")
-        if isinstance(row, dict):
-            key = next((row[name] for name in ("key", "id", "custom_id") if name in row), None)
-            row = {**row, "key": key}
-        yield row
+    row is a ValueError in its place: that row's error."""
+    parse = json.loads if path.endswith((".jsonl", ".json")) else text_line
+    try:
+        with nullcontext(standard_input()) if path == "-" else open(path, "rb") as file:
+            for row in parsed(file, parse):
+                if isinstance(row, Bad):
+                    yield ValueError(f"{path}, {row.reason}")
+                    continue
+                key = next((row[name] for name in ("key", "id", "custom_id") if name in row), None)
+                yield {**row, "key": key}
+    except OSError as error:
+        raise Problem(f"{path}: {error}") from error
+    except Error as error:
+        raise Problem(f"--input {path}: {error}") from error
 
 
 def as_chat(rows: Iterable[Any]) -> Iterator[Any]:

@@ -161,7 +161,7 @@ class _Job:
         summary = Summary(path=str(sink.path), before=len(index), damaged=sink.damaged)
         prompts = Prompts(self.options, self.params, bytes.fromhex(header["run"]))
         prompts.check(engine)
-        bar = RowsProgress(show, self._total(), as_json)
+        bar = RowsProgress(show, self._total() if show or as_json else None, as_json)
         bar.event("start", **header, before=len(index))
         bar.before(len(index))
         counts, start = Counts(engine), time.monotonic()

@@ -13,6 +13,8 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
+from ..outputs import json_ready
+
 #: A row's state in the index.
 DONE, FAILED, SEEN = 1, 2, 3  # in the output, in it with an error, read in this run
 _FLAGS = 3
@@ -20,7 +22,13 @@ _FLAGS = 3
 
 def canonical(value: Any) -> bytes:
     """JSON that does not depend on the order of columns."""
-    return json.dumps(value, sort_keys=True, default=str).encode("ascii")
+    return json.dumps(value, sort_keys=True, default=_plain).encode("ascii")
+
+
+def _plain(value: Any) -> Any:
+    """Of what JSON does not know: NumPy's values as Python's, all else as its text."""
+    ready = json_ready(value)
+    return str(value) if ready is value else ready
 
 
 def of_id(own: Any) -> bytes:

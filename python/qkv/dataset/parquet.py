@@ -49,8 +49,8 @@ def check(path: Path) -> None:
 
 def write(path: Path, read: Callable[[], Iterator[dict[str, Any]]]) -> None:
     """Rows into a new file that takes the place of `path` at once. `read` is called twice: first
-    for the columns and their types. A column whose values have no type in common has each as JSON
-    text. OSError if it cannot be written."""
+    for the columns and their types. Where values have no type in common, those that are no text
+    become the text of their JSON. Error if it cannot be written."""
     pyarrow = _pyarrow()
     schema, as_text = _schema(pyarrow, read())
     with replacing(path) as file, pyarrow.parquet.ParquetWriter(file, schema) as writer:
@@ -78,7 +78,10 @@ def _values(batch: list[dict[str, Any]], name: str, as_text: bool) -> list[Any]:
     values = [row.get(name) for row in batch]
     if not as_text:
         return values
-    return [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+    return [
+        value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for value in values
+    ]
 
 
 def _schema(pyarrow: Any, given: Iterator[dict[str, Any]]) -> tuple[Any, set[str]]:

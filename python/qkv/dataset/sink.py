@@ -113,8 +113,9 @@ class Sink:
         try:
             with durable.replacing(self.rows_path) as file:
                 file.writelines(lines)
-        except OSError as error:
-            raise Error(f"{self.rows_path}: {error.strerror}") from error
+        except BaseException:
+            self._about.truncate(0)
+            raise
         self._open_rows()
         self._changed = True
 
@@ -248,6 +249,8 @@ class Sink:
         finally:
             if self._rows is not None:
                 self._rows.close()
+            if os.fstat(self._about.fileno()).st_size == 0:  # nothing was begun
+                self.about_path.unlink(missing_ok=True)
             self._about.close()
 
 

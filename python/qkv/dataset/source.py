@@ -6,6 +6,7 @@ becomes of it. Memory holds one row (of Parquet: one batch)."""
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import sys
@@ -48,7 +49,7 @@ def open_source(given: Any) -> Source:
     standard input. Else an iterable of mappings, texts, conversations or token ids; a pandas data
     frame's rows. Error and OSError for a path that cannot be read."""
     if isinstance(given, str) and given == "-":
-        return _standard_input()
+        return Source("-", lambda: parsed(standard_input()), lambda: None, again=False)
     if isinstance(given, (str, os.PathLike)):
         return _file(Path(given))
     if hasattr(given, "to_dict") and hasattr(given, "columns"):
@@ -74,7 +75,7 @@ def _file(path: Path) -> Source:
         ".jsonl": (_of_lines(json.loads), _count_lines),
         ".ndjson": (_of_lines(json.loads), _count_lines),
         ".json": (_of_lines(json.loads), _count_lines),
-        ".txt": (_of_lines(_text), _count_lines),
+        ".txt": (_of_lines(text_line), _count_lines),
         ".csv": (_csv_rows, lambda path: None),
         ".parquet": (lambda path: map(_wrapped, parquet.rows(path)), parquet.count),
     }
@@ -82,12 +83,6 @@ def _file(path: Path) -> Source:
         raise Error(f"{path}: the name must end with one of {', '.join(INPUTS)}")
     read, count = readers[kind]
     return Source(str(path), lambda: read(path), lambda: count(path), path.is_file())
-
-
-def _standard_input() -> Source:
-    if sys.stdin is None:
-        raise Error("rows=-: standard input is closed")
-    return Source("-", lambda: _parsed(sys.stdin.buffer, json.loads), lambda: None, again=False)
 
 
 def _wrapped(row: Any) -> Row:
@@ -126,12 +121,21 @@ def _too_long() -> Bad:
 def _of_lines(parse: Callable[[str], Any]) -> Callable[[Path], Iterator[Row]]:
     def read(path: Path) -> Iterator[Row]:
         with open(path, "rb") as file:
-            yield from _parsed(file, parse)
+            yield from parsed(file, parse)
 
     return read
 
 
-def _parsed(file: BinaryIO, parse: Callable[[str], Any]) -> Iterator[Row]:
+def standard_input() -> BinaryIO:
+    """Its bytes, also where a program put a stream of text in its place. Error if it is closed."""
+    if sys.stdin is None:
+        raise Error("standard input is closed")
+    found: BinaryIO | None = getattr(sys.stdin, "buffer", None)
+    return io.BytesIO(sys.stdin.read().encode("utf-8")) if found is None else found
+
+
+def parsed(file: BinaryIO, parse: Callable[[str], Any] = json.loads) -> Iterator[Row]:
+    """The row of each line that is not blank: what `parse` makes of it."""
     for number, line in _lines(file):
         row: Row
         try:
@@ -143,7 +147,7 @@ def _parsed(file: BinaryIO, parse: Callable[[str], Any]) -> Iterator[Row]:
         yield Bad(f"line {number}: {row.reason}") if isinstance(row, Bad) else row
 
 
-def _text(line: str) -> str:
+def text_line(line: str) -> str:
     return line.rstrip("\r\n")
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _STATES = ("ok", "truncated", "too_long", "error")
 _EVENT_SECONDS = 10.0
+_KV_COUNTS = {"stored": "n_values", "clipped": "n_clipped", "flushed": "n_flushed"}
 
 
 @dataclass(kw_only=True)
@@ -28,8 +29,9 @@ class Summary:
     (on_bad_row="skip"). prompt_tokens, output_tokens. seconds: from the first row to the last.
     prefix_hits: the share of prompt tokens that were found in the prefix cache.
     retractions: sequences that had to be computed again because the KV pool was full.
-    clipped: by lane, the share of values that the KV cache clipped. damaged: rows that were lost
-    with a machine and done again. path: the output."""
+    kv_values: by lane, how many values were "stored" in the KV cache, and how many of these were
+    "clipped" and "flushed" to zero. damaged: rows that were lost with a machine and done again.
+    path: the output."""
 
     path: str
     rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_STATES, 0))
@@ -41,7 +43,7 @@ class Summary:
     seconds: float = 0.0
     prefix_hits: float = 0.0
     retractions: int = 0
-    clipped: dict[str, float] = field(default_factory=dict)
+    kv_values: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def failed(self) -> int:
@@ -70,7 +72,9 @@ class Summary:
             ("prefix cache", f"{self.prefix_hits:.1%} of the prompt tokens were found in it"),
             ("retractions", f"{self.retractions:,}"),
         ]
-        lines += [(f"clipped in {lane}", f"{share:.3g}") for lane, share in self.clipped.items()]
+        for lane, counts in self.kv_values.items():
+            text = "{clipped:,} clipped, {flushed:,} flushed to 0, of {stored:,} values"
+            lines.append((f"KV {lane}", text.format(**counts)))
         lines.append(("output", self.path))
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
@@ -83,12 +87,13 @@ class Counts:
         self._engine = engine
         self._start = self._read()
 
-    def _read(self) -> Counter[str]:
+    def _read(self) -> Counter[Any]:
         core = self._engine._core
-        found = Counter(core.counts())
+        found: Counter[Any] = Counter(core.counts())
         for place, lane in enumerate(self._engine._lanes):
-            for name in ("n_values", "n_clipped"):
-                found[f"{lane.name}/{name}"] = int(core.kv_counts(place)[name].sum())
+            counts = core.kv_counts(place)
+            for name, what in _KV_COUNTS.items():
+                found[lane.name, name] = int(counts[what].sum())
         return found
 
     def fill(self, summary: Summary) -> None:
@@ -97,8 +102,8 @@ class Counts:
         reused = found["n_reused_tokens"]
         summary.prefix_hits = reused / max(reused + found["n_prefill_rows"], 1)
         summary.retractions = found["n_retractions"]
-        summary.clipped = {
-            lane.name: found[f"{lane.name}/n_clipped"] / max(found[f"{lane.name}/n_values"], 1)
+        summary.kv_values = {
+            lane.name: {name: found[lane.name, name] for name in _KV_COUNTS}
             for lane in self._engine._lanes
         }
 
