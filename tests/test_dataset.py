@@ -218,6 +218,29 @@ def test_other_settings_are_refused(engine: qkv.Engine, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.jsonl.1.qkv").read_text().splitlines()[0])["run"]
 
 
+def test_what_answers_depend_on(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """Of the engine's options too: those that change bits are compared, the others are not."""
+    model, out = str(tiny("llama")), tmp_path / "out.jsonl"
+    qkv.run_dataset(model, some(3), out, GREEDY, progress=False, **OPTIONS)
+    for options, words in (
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache"),
+        ({"quantization": "int8"}, "online_quantization: None there, 'int8' now"),
+        ({"prefill_quantization": "int8"}, "prefill"),
+        ({"activation_quant": "off"}, "activation_quant"),
+        ({"seed": 1}, "random_seed: 0 there, 1 now"),
+        ({"max_model_len": 100}, "max_model_len: 1024 there, 100 now"),
+        ({"compute_dtype": "float32"}, "compute_dtype"),
+    ):
+        with pytest.raises(qkv.Error, match=f"other settings.*{words}"):
+            qkv.run_dataset(model, some(3), out, GREEDY, progress=False, **{**OPTIONS, **options})
+    other = tiny("llama", seed=5)
+    with pytest.raises(qkv.Error, match="environment.models.model"):
+        qkv.run_dataset(other, some(3), out, GREEDY, progress=False, **OPTIONS)
+    for options in ({"kv_tokens": 512}, {"threads": 2}, {"max_running": 2}, {"chunk_tokens": 16}):
+        same = {**OPTIONS, "schedule": "fcfs", "prefix_cache": False, **options}
+        assert qkv.run_dataset(model, some(3), out, GREEDY, progress=False, **same).before == 3
+
+
 def test_failed_rows_alone_are_done_again(engine: qkv.Engine, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_jsonl(source, [{"prompt": "a"}, {"prompt": 5}, {"prompt": "b"}])

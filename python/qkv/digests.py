@@ -76,25 +76,39 @@ def of_engine(engine: Engine) -> dict[str, Any]:
     """Settings and environment of an engine: what the outputs' bits depend on, and nothing that may
     change from run to run (threads, sizes of the pool and of a step)."""
     info = engine.info
-    checkpoint = _core.Checkpoint(info["model"])
-    try:
-        model = of_model(checkpoint)
-    finally:
-        checkpoint.close()
+    names = ("compute_dtype", "activation_quant", "query_dtype", "device", "max_model_len")
+    settings = {name: info[name] for name in names} | _weights(info)
+    models = {"model": _of_path(info["model"])}
+    prefill = info["prefill"]
+    settings["prefill"] = None if prefill is None else _weights(prefill)
+    if prefill is not None:
+        models["prefill"] = _of_path(prefill["model"])
     tokenizer = engine._text_tokenizer
-    names = ("compute_dtype", "activation_quant", "query_dtype", "online_quantization", "device",
-             "max_model_len")  # fmt: skip
-    settings = {name: info[name] for name in names}
-    for name in ("fp8_gemm_backend", "fp4_gemm_backend"):
-        settings[name] = info[name]["taken"]
-    settings["quantization"] = info["quantization"]["method"]
     settings["tokenizer"] = None if tokenizer is None else of_tokenizer(tokenizer)
     settings["kv_cache"] = [
         {"name": lane.name, "formats": _formats(lane), "scales": _of_bytes(scales.tobytes())}
         for lane, scales in zip(engine._lanes, engine._scales.values, strict=True)
     ]
     settings["random_seed"] = engine._seed
-    return {"settings": settings, "environment": environment({"model": model})}
+    return {"settings": settings, "environment": environment(models)}
+
+
+def _weights(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Of Engine.info: which arithmetic a set of weights goes through."""
+    return {
+        "quantization": facts["quantization"]["method"],
+        "online_quantization": facts["online_quantization"],
+        "fp8_gemm_backend": facts["fp8_gemm_backend"]["taken"],
+        "fp4_gemm_backend": facts["fp4_gemm_backend"]["taken"],
+    }
+
+
+def _of_path(path: str) -> str:
+    checkpoint = _core.Checkpoint(path)
+    try:
+        return of_model(checkpoint)
+    finally:
+        checkpoint.close()
 
 
 def _formats(lane: Lane) -> list[str]:
