@@ -146,12 +146,15 @@ def test_a_huge_row_is_an_error(
 
 def test_an_id_twice(engine: qkv.Engine, tmp_path: Path) -> None:
     rows = [{"id": 1, "prompt": "a"}, {"id": "1", "prompt": "a"}, {"id": 1, "prompt": "b"}]
+    rows += [{"id": "1 (row 4)", "prompt": "a"}, {"id": 1, "prompt": "c"}]
     out = tmp_path / "out.jsonl"
     for _ in range(2):  # the second time all is there
         run(engine, write_jsonl(tmp_path / "in.jsonl", rows), out)
         found = read(out)
-        assert list(found) == ["1 (row 2)", 1, "1"]
+        twice = ["1 (row 2)", "1 (row 4) (row 4)"]
+        assert set(found) == {1, "1", "1 (row 4)", *twice}
         assert "the id 1 was used before" in found["1 (row 2)"]["error"]
+        assert {name for name in found if found[name]["state"] == "error"} == set(twice)
 
 
 # ---- going on --------------------------------------------------------------------------------
@@ -175,6 +178,18 @@ def test_goes_on_where_it_was(engine: qkv.Engine, tmp_path: Path) -> None:
     summary = run(engine, rows, out, qkv.SamplingParams(max_tokens=4))
     assert 0 < summary.before < 60 and summary.before + sum(summary.rows.values()) == 60
     assert sorted(out.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())
+
+
+def test_a_hook_sees_the_place_in_the_input(engine: qkv.Engine, tmp_path: Path) -> None:
+    """It once was the place among the rows that were still to be done: references that are a list
+    would have gone to other rows after a crash."""
+    prompts, out = [f"The {i}" for i in range(60)], tmp_path / "out.jsonl"
+    wanted = [output.text for output in engine.generate(prompts, GREEDY, progress=False)]
+    hook = qkv.hooks.exact_match(wanted)
+    with pytest.raises(Stop):
+        run(engine, interrupted(prompts, 50), out, on_finish=hook)
+    assert run(engine, prompts, out, on_finish=hook).before > 0
+    assert [row["score_exact_match"] for row in read(out).values()] == [True] * 60
 
 
 def test_order_batch_and_shards_change_no_row(

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import math
+import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "in.parquet").write_text("no table")
     with pytest.raises(qkv.Error, match="not a Parquet file"):
         rows_of(tmp_path / "in.parquet")
+
+
+def test_a_pipe(engine: qkv.Engine, tmp_path: Path) -> None:
+    pipe = tmp_path / "in.jsonl"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text('{"prompt": "a"}\n"b"\n'))
+    writer.start()
+    assert len(answers(engine, pipe)) == 2
+    writer.join()
 
 
 # ---- prompts ---------------------------------------------------------------------------------

@@ -204,8 +204,8 @@ class _Job:
                 continue
             self._own += 1
             found = index.get(request.id_key)
-            if found is not None and found[0] == keys.SEEN:
-                request = prompts.duplicate(request, number)
+            while found is not None and found[0] == keys.SEEN:
+                request = prompts.duplicate(request)
                 found = index.get(request.id_key)
             bits = keys.row_bits(request.row_key)
             if found is not None and found[1] != bits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..outputs import RequestOutput
@@ -38,13 +38,24 @@ def through(
             under_way[index] = request
             yield request.prompt
 
+    def hooked(output: RequestOutput) -> Mapping[str, Any] | None:
+        """A hook is to see the row's place in the input, not that among the rows to be done."""
+        assert on_finish is not None
+        index, output.index = output.index, under_way[output.index].place
+        try:
+            return on_finish(output)
+        finally:
+            output.index = index
+
+    # The engine does not see a finish(): it would call it once, at the end.
+    hook = None if on_finish is None else hooked
     finish = getattr(on_finish, "finish", None)
-    # The engine is not to see finish(): it would call it once, at the end.
-    hook = None if on_finish is None else (lambda output: on_finish(output))
     outputs = engine.stream(prompts(), params, on_finish=hook, progress=progress)
     held: list[tuple[Request, RequestOutput]] = []
     for output in outputs:
-        held.append((under_way.pop(output.index), output))
+        request = under_way.pop(output.index)
+        output.index = request.place
+        held.append((request, output))
         if finish is None or len(held) >= _HOOK_ROWS:
             yield from _finished(held, finish, engine)
     yield from _finished(held, finish, engine)
@@ -84,8 +95,8 @@ def _requests(prompts: Prompts, rows: Iterable[Any], first: int) -> Iterator[Req
     known = keys.Index()
     for place, row in enumerate(rows, first):
         request = prompts.identify(row, place)
-        if known.get(request.id_key) is not None:
-            request = prompts.duplicate(request, place)
+        while known.get(request.id_key) is not None:
+            request = prompts.duplicate(request)
         known.put(request.id_key, keys.SEEN, 0)
         prompts.complete(request)
         yield request

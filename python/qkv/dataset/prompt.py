@@ -92,6 +92,7 @@ class Rows:
 class Request:
     """A row on its way: what is known before it has an output."""
 
+    place: int  # in the input, from 0 on
     id: Any
     columns: dict[str, Any]
     prompt: Any  # what Engine.stream takes: a mapping, or a ValueError in its place
@@ -118,17 +119,18 @@ class Prompts:
     def identify(self, row: Row, place: int) -> Request:
         """The row with its id and keys, without a prompt yet: enough to know whether it is done."""
         if isinstance(row, Bad):
-            return self._request(place, {}, ValueError(row.reason), row.reason)
+            return self._request(place, place, {}, ValueError(row.reason), row.reason)
         columns = {str(name): value for name, value in row.items()}
         own, problem = self._own_id(columns)
         used = place if own is None else own
-        return self._request(used, columns, problem, columns, own)
+        return self._request(place, used, columns, problem, columns, own)
 
     def _request(
-        self, used: Any, columns: dict[str, Any], problem: ValueError | None, row: Any,
+        self, place: int, used: Any, columns: dict[str, Any], problem: ValueError | None, row: Any,
         own: Any = None,
     ) -> Request:  # fmt: skip
         request = Request(
+            place=place,
             id=used,
             columns=columns,
             prompt=problem,
@@ -139,11 +141,12 @@ class Prompts:
             request.prompt = {"key": own}
         return request
 
-    def duplicate(self, request: Request, place: int) -> Request:
+    def duplicate(self, request: Request) -> Request:
         """Of a row whose id was used before: an error under a name of its own."""
         reason = f"the id {request.id!r:.80} was used before, by another row"
-        name = f"{request.id} (row {place})"
-        return self._request(name, request.columns, ValueError(reason), request.columns)
+        name = f"{request.id} (row {request.place})"
+        columns = request.columns
+        return self._request(request.place, name, columns, ValueError(reason), columns)
 
     def complete(self, request: Request) -> None:
         """Makes the prompt. Whatever is wrong with it becomes the row's error."""

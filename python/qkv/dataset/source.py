@@ -68,8 +68,10 @@ def open_source(given: Any) -> Source:
 def _file(path: Path) -> Source:
     if path.is_dir():
         raise Error(f"{path}: a folder, not a file")
-    with open(path, "rb"):  # OSError now and not in the middle
-        pass
+    path.stat()  # OSError now and not in the middle
+    if path.is_file():  # a pipe can be opened only once
+        with open(path, "rb"):
+            pass
     kind = path.suffix.lower()
     readers: dict[str, tuple[Callable[[Path], Iterator[Row]], Callable[[Path], int | None]]] = {
         ".jsonl": (_of_lines(json.loads), _count_lines),
