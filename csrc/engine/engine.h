@@ -39,8 +39,10 @@ struct qkv_weight_set {
 };
 
 struct qkv_engine_options {
-    const char *path;                  /* as qkv_weights_open takes it */
-    const char *device;                /* "auto", "cpu"; for tests "guard", "fault:..." */
+    const char *path; /* as qkv_weights_open takes it */
+    const char
+        *device; /* "auto", "cpu", "cuda:0"; for tests "guard", "fault:...", "cuda-emulated" */
+    const char *device_library;        /* of "cuda...": the path of the backend; else NULL */
     const struct qkv_backend *backend; /* NULL: by `device`. Tests bring one that fails on demand */
     const char *isa;                   /* NULL: the environment's or the best */
     enum qkv_compute compute;

@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "backend/backend_load.h"
 #include "base/mem.h"
 #include "base/os.h"
 #include "engine/engine_impl.h"
@@ -51,12 +52,31 @@ static enum qkv_status check_against_model(struct qkv_error *err,
     return QKV_OK;
 }
 
+/* What follows "cuda": ":3" of "cuda:3"; nothing, or "-emulated", is the first. */
+static enum qkv_status parse_ordinal(struct qkv_error *err, const char *text, int32_t *out)
+{
+    *out = 0;
+    if (text[0] == '\0' || strcmp(text, "-emulated") == 0) {
+        return QKV_OK;
+    }
+    if (text[0] != ':' || text[1] < '0' || text[1] > '9' ||
+        (text[2] != '\0' && (text[2] < '0' || text[2] > '9')) ||
+        (text[2] != '\0' && text[3] != '\0')) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "device: \"cuda%s\", must be \"cuda:0\" to \"cuda:99\"", text);
+    }
+    *out = (int32_t)strtol(text + 1, NULL, 10);
+    return QKV_OK;
+}
+
 static enum qkv_status open_device(struct qkv_error *err, struct qkv_engine *engine,
                                    const struct qkv_engine_options *options)
 {
     static const char FAULT[] = "fault:";
+    static const char CUDA[] = "cuda";
     const char *name = options->device;
     const char *fault = NULL;
+    int32_t ordinal = 0;
     if (options->backend != NULL) {
         engine->backend = options->backend;
     } else if (strcmp(name, "auto") == 0 || strcmp(name, "cpu") == 0) {
@@ -66,9 +86,13 @@ static enum qkv_status open_device(struct qkv_error *err, struct qkv_engine *eng
     } else if (strncmp(name, FAULT, strlen(FAULT)) == 0) {
         engine->backend = qkv_fault_backend();
         fault = name + strlen(FAULT);
+    } else if (strncmp(name, CUDA, strlen(CUDA)) == 0 && options->device_library != NULL) {
+        QKV_TRY(parse_ordinal(err, name + strlen(CUDA), &ordinal));
+        QKV_TRY(qkv_backend_load(err, options->device_library, &engine->backend));
     } else {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "device: \"%s\", this build has \"cpu\", \"guard\" and \"fault:...\"",
+                        "device: \"%s\", this build has \"cpu\", \"guard\" and \"fault:...\", and "
+                        "\"cuda:0\" with a library",
                         name);
     }
     struct qkv_device_options device = {
@@ -78,6 +102,7 @@ static enum qkv_status open_device(struct qkv_error *err, struct qkv_engine *eng
         .isa = options->isa,
         .log = &engine->log,
         .fault = fault,
+        .ordinal = ordinal,
     };
     return engine->backend->open(err, &device, &engine->device);
 }

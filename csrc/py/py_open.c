@@ -12,7 +12,8 @@ const char qkv_py_engine_doc[] =
     "       activation_quant='off', matrices=None, arrays=None,\n"
     "       online=None, prefill=None, threads=0,\n"
     "       compute_dtype='bf16', device='auto', isa=None, max_running=64, chunk_tokens=512,\n"
-    "       max_model_len=0, prefix_cache=True, offline=True, progress=None, log=None)\n"
+    "       max_model_len=0, prefix_cache=True, offline=True, progress=None, log=None,\n"
+    "       device_library=None)\n"
     "--\n\n"
     "A model on a device with its KV pools. Sequences in, tokens out; one sample each.\n\n"
     "path: a folder, a .safetensors or a .gguf file. kv_formats[lane][layer] = (K's, V's format);\n"
@@ -21,7 +22,8 @@ const char qkv_py_engine_doc[] =
     "a scale ignore theirs; None: 1. The checkpoint's are never taken from here. query_dtype\n"
     "'fp8_e4m3' quantizes the queries in attention. activation_quant 'int8' quantizes rows of\n"
     "activations for the products with weights in integer codes; UnsupportedError if there is\n"
-    "no such weight. 'checkpoint': as each matrix wants its input. online: what matrices are\n"
+    "no such weight. 'checkpoint': as each matrix wants its input. device_library: the path of\n"
+    "the backend that 'cuda:0' and 'cuda-emulated' name. online: what matrices are\n"
     "quantized to while loading. prefill: a second set of weights of the model, for the positions\n"
     "of prompts, as (path, matrices, arrays, online); the others then are for generated ones.\n"
     "threads 0: all that the process may use;\n"
@@ -282,31 +284,54 @@ struct open_args {
     PyObject *threads;
     const char *compute_dtype;
     const char *device;
+    PyObject *device_library; /* bytes, owned, or NULL */
     const char *isa;
     PyObject *max_running, *chunk_tokens, *max_model_len;
     int prefix_cache, offline;
     PyObject *progress, *log;
 };
 
+/* A path, or None. */
+static int convert_library(PyObject *object, void *out)
+{
+    if (object == Py_None) {
+        return 1;
+    }
+    return PyUnicode_FSConverter(object, out);
+}
+
 static int parse_open(PyObject *args, PyObject *kwargs, struct open_args *a)
 {
-    static char *names[] = {"path",          "kv_formats",
-                            "kv_tokens",     "kv_scales",
-                            "query_dtype",   "activation_quant",
-                            "matrices",      "arrays",
-                            "online",        "prefill",
-                            "threads",       "compute_dtype",
-                            "device",        "isa",
-                            "max_running",   "chunk_tokens",
-                            "max_model_len", "prefix_cache",
-                            "offline",       "progress",
-                            "log",           NULL};
+    static char *names[] = {"path",
+                            "kv_formats",
+                            "kv_tokens",
+                            "kv_scales",
+                            "query_dtype",
+                            "activation_quant",
+                            "matrices",
+                            "arrays",
+                            "online",
+                            "prefill",
+                            "threads",
+                            "compute_dtype",
+                            "device",
+                            "isa",
+                            "max_running",
+                            "chunk_tokens",
+                            "max_model_len",
+                            "prefix_cache",
+                            "offline",
+                            "progress",
+                            "log",
+                            "device_library",
+                            NULL};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&|$OOOssOOzOOsszOOOppOO:Engine", names, PyUnicode_FSConverter, &a->path,
-            &a->kv_formats, &a->kv_tokens, &a->kv_scales, &a->query_dtype, &a->activation_quant,
-            &a->matrices, &a->arrays, &a->online, &a->prefill, &a->threads, &a->compute_dtype,
-            &a->device, &a->isa, &a->max_running, &a->chunk_tokens, &a->max_model_len,
-            &a->prefix_cache, &a->offline, &a->progress, &a->log)) {
+            args, kwargs, "O&|$OOOssOOzOOsszOOOppOOO&:Engine", names, PyUnicode_FSConverter,
+            &a->path, &a->kv_formats, &a->kv_tokens, &a->kv_scales, &a->query_dtype,
+            &a->activation_quant, &a->matrices, &a->arrays, &a->online, &a->prefill, &a->threads,
+            &a->compute_dtype, &a->device, &a->isa, &a->max_running, &a->chunk_tokens,
+            &a->max_model_len, &a->prefix_cache, &a->offline, &a->progress, &a->log,
+            convert_library, &a->device_library)) {
         return -1;
     }
     if (a->kv_formats == NULL || a->kv_tokens == NULL) {
@@ -339,6 +364,7 @@ static int convert_open(const struct open_args *a, struct qkv_py_engine *self,
     }
     o->path = PyBytes_AS_STRING(a->path);
     o->device = a->device;
+    o->device_library = a->device_library != NULL ? PyBytes_AS_STRING(a->device_library) : NULL;
     o->isa = a->isa;
     o->prefix_cache = a->prefix_cache != 0;
     o->offline = a->offline != 0;
@@ -450,6 +476,7 @@ out:
     qkv_py_matrices_free(&prefill.matrices);
     Py_XDECREF(prefill.path);
     Py_XDECREF(a.path);
+    Py_XDECREF(a.device_library);
     if (result < 0) {
         Py_CLEAR(self);
     }

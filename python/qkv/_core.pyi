@@ -3,6 +3,7 @@
 Shapes and units stand in the docstrings of the C functions (`help(qkv._core.Engine)`).
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, final
 
@@ -171,6 +172,7 @@ class Engine:
         # Bytes done, bytes in all; returning False stops the loading (Error).
         progress: Callable[[int, int], bool | None] | None = None,
         log: Callable[[int, str], object] | None = None,  # level 0..2, line
+        device_library: str | os.PathLike[str] | None = None,
     ) -> Self: ...
     @property
     def info(self) -> dict[str, Any]:

@@ -200,6 +200,7 @@ class Engine:
             threads=threads or 0,
             compute_dtype="float32" if compute_dtype == "float32" else "bf16",
             device=device,
+            device_library=options.device_library(device),
             max_running=self._max_running,
             chunk_tokens=chunk_tokens,
             max_model_len=max_model_len or 0,

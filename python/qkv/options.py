@@ -39,9 +39,21 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> str:
 
 
 def check_device(device: str) -> None:
-    """The engine parses a fault itself: "guard" and "fault:..." are for tests."""
-    if not (isinstance(device, str) and device.startswith("fault:")):
-        one_of("device", device, ("auto", "cpu", "guard"))
+    """The engine parses a fault itself: "guard", "fault:..." and "cuda-emulated" are for tests."""
+    if not isinstance(device, str) or not re.fullmatch(r"fault:.*|cuda:[0-9]{1,2}", device):
+        one_of("device", device, ("auto", "cpu", "cuda:0", "cuda-emulated", "guard"))
+
+
+def device_library(device: str) -> str | None:
+    """The backend that `device` names, a file beside the core module; None: it is in the module.
+    "auto" is the CPU. UnsupportedError if this installation has no such file."""
+    if not device.startswith("cuda"):
+        return None
+    name = "_qkv_cuda_emulated.so" if device == "cuda-emulated" else "_qkv_cuda.so"
+    path = Path(_core.__file__).with_name(name)
+    if not path.is_file():
+        raise _core.UnsupportedError(f"device={device!r}: this installation has no {name}")
+    return str(path)
 
 
 def check_quantization(

@@ -62,7 +62,7 @@ def engine_options(
     add("--disable-radix-cache", action="store_true", help="do not reuse shared prefixes")
     add("--schedule", default="offline", choices=("offline", "fcfs"),
         help="offline: ordered by shared prefixes; fcfs: as a server would")  # fmt: skip
-    add("--device", default="auto", help="auto or cpu (default: auto)")
+    add("--device", default="auto", help="auto, cpu or cuda:0 (default: auto, which is cpu)")
     add("--threads", type=int, metavar="N", help="default: all that the process may use")
     add("--log-level", choices=("debug", "info", "warning", "error"), metavar="LEVEL",
         help="info: what is loaded, memory, KV cache and scales, on standard error")  # fmt: skip
