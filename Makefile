@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 CTESTS := $(BIN)/python tests/tools/ctests.py -j $(JOBS)
-C_FILES := $(shell find csrc kernels tests/c tests/fuzz -name '*.[ch]')
+C_FILES := $(shell find csrc kernels tests/c tests/fuzz -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 BUILD_FILES := $(shell find csrc kernels -name '*.c' -o -name '*.h' -o -name '*.inc' -o -name '*.def')
 PY_FILES := setup.py python tests
 USABLE_ISAS := from qkv import _core; print(*(name for name, usable in _core.isas() if usable))
@@ -13,11 +13,14 @@ KERNEL_TESTS := $(patsubst tests/c/test_%.c,%,$(wildcard $(foreach name,\
 	linear attention* kv_kernels kv_pool sample rope,tests/c/test_$(name).c)))
 T ?= gguf
 SECONDS_PER_TARGET ?= 60
+CUDA_ARCHS ?= 80,90a
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# `pip install .` builds the CUDA library where nvcc is; here `make cuda` does.
+export QKV_CUDA ?= 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test dev check format format-check lint layers stubs ctests asan ubsan tsan \
-	pytest-fast pytest-asan fuzz fuzz-replay isa bench soak soak-models \
+	pytest-fast pytest-asan fuzz fuzz-replay isa cuda cuda-check bench soak soak-models \
 	dist clean
 
 help:
@@ -29,6 +32,7 @@ help:
 	@echo "make asan tsan     C tests, fuzz replay and pytest under ASan+UBSan; C tests under TSan"
 	@echo "make fuzz T=gguf   fuzz one target for SECONDS_PER_TARGET=60 s; make fuzz-replay: the corpus"
 	@echo "make isa           parity of every instruction set that this machine has"
+	@echo "make cuda          the CUDA library with nvcc; make cuda-check: its kernels, emulated"
 	@echo "make bench         all benches as CSV, and what moved against tests/bench/baseline.csv"
 	@echo "make soak          what takes too long for CI"
 	@echo "make dist          sdist and wheel, installed into a clean environment and tried"
@@ -143,6 +147,18 @@ isa: $(VENV)/test.stamp
 		QKV_ISA=$$isa $(BIN)/python -m pytest -q tests/test_models.py || exit 1; \
 	done
 	QKV_EMULATE_DPBF16=1 $(CTESTS) $(KERNEL_TESTS)
+
+# NVIDIA's headers, 400 MB with the library; only where there is a compiler for them.
+$(VENV)/cublas.stamp: $(VENV)/tools.stamp
+	if command -v nvcc > /dev/null; then $(BIN)/pip install -q "nvidia-cublas>=13,<14"; fi
+	@touch $@
+
+# Exit status 3: nothing was built, and why. Not a failure, but not silent either.
+cuda: $(VENV)/cublas.stamp
+	@$(BIN)/python tests/tools/cuda_build.py -j $(JOBS) --archs $(CUDA_ARCHS) || [ $$? -eq 3 ]
+
+cuda-check: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -q tests/test_cuda_emulated.py
 
 bench: $(VENV)/core.stamp
 	$(BIN)/python tests/bench/run_benches.py

@@ -1,8 +1,13 @@
 """Builds qkv._core: host C from csrc/, kernels from kernels/cpu/, one static archive per
 instruction set so that only that archive is compiled with its flags.
 
+With nvcc and NVIDIA's headers it also builds qkv/_qkv_cuda.so from kernels/cuda, which is opened at
+run time; nothing of CUDA is in _core.
+
 Environment: QKV_DEBUG=1 (asserts, -g), QKV_WERROR=1, QKV_EMULATE_DPBF16=1 (the avx512bf16 tier
 with its one missing instruction emulated: tests on machines that lack it), QKV_BUILD_BASE, CFLAGS.
+CUDA: QKV_CUDA=0, 1 or auto (the default: where nvcc is), QKV_CUDA_ARCHS=80,90a, CUDA_HOME,
+QKV_CUBLAS_INCLUDE (the folder of cublasLt.h).
 `python setup.py build_ext --inplace` alone does not link: use `build_clib build_ext --inplace`.
 tests/tools/ctests.py imports this file for the flags.
 """
@@ -12,6 +17,8 @@ from __future__ import annotations
 import glob
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from sysconfig import get_path
@@ -85,6 +92,104 @@ def headers() -> list[str]:
     return sorted(path for p in patterns for path in glob.glob(p, recursive=True))
 
 
+# ---- CUDA: one library of its own, with its own copy of the C files that it needs ----
+
+CUDA_HOST = [
+    *("csrc/base/log.c", "csrc/base/mem.c", "csrc/base/os_posix.c", "csrc/base/status.c"),
+    *("csrc/base/threads.c", "csrc/kv/kv_formats.c", "csrc/quant/codec.c"),
+    *("csrc/quant/codec_iq.c", "csrc/quant/formats.c", "csrc/quant/matrix.c"),
+    "csrc/quant/matrix_check.c",
+]
+CUDA_INCLUDES = ["-Icsrc", "-Ikernels/cuda"]
+CUDA_LIBRARY = "_qkv_cuda.so"
+RELEASE_ARCHS = "80,86,89,90a,100a,120a"
+# A struct and a function of one name are C's custom, which is all that plain -Wshadow finds.
+EMULATED_FLAGS = ["-x", "c++", "-DQKV_EMULATE", "-std=c++17", "-O2", "-g1", "-fPIC", "-pthread",
+                  "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off",
+                  "-Wall", "-Wextra", "-Wshadow=local", "-Wno-missing-field-initializers",
+                  "-Wno-unknown-pragmas"]  # fmt: skip
+
+
+def cuda_sources(*, emulated: bool) -> list[str]:
+    """gemm_lt.cu is for GPUs alone, emulate.cu and gemm_reference.cu for the emulation."""
+    other = {"gemm_lt.cu"} if emulated else {"emulate.cu", "gemm_reference.cu"}
+    found = sorted(glob.glob("kernels/cuda/**/*.cu", recursive=True))
+    return [path for path in found if os.path.basename(path) not in other]
+
+
+def cuda_host_commands() -> list[tuple[str, list[str]]]:
+    cc = ["gcc", *HOST_FLAGS, "-fPIC", *mode_flags(), *CUDA_INCLUDES]
+    return [(path, cc) for path in CUDA_HOST]
+
+
+def cuda_emulated_commands() -> list[tuple[str, list[str]]]:
+    """(source, what compiles it) of the library that runs the kernels on the processor."""
+    werror = ["-Werror"] if flag_set("QKV_WERROR") else []
+    cxx = ["g++", *EMULATED_FLAGS, *werror, *CUDA_INCLUDES]
+    return [(p, cxx) for p in cuda_sources(emulated=True)] + cuda_host_commands()
+
+
+def cuda_headers() -> str | None:
+    """The folder with cublasLt.h: the toolkit's own, or that of the wheel nvidia-cublas."""
+    nvcc = os.path.realpath(shutil.which("nvcc") or "")
+    toolkit = os.environ.get("CUDA_HOME", os.path.dirname(os.path.dirname(nvcc)))
+    folders = [os.path.join(toolkit, "include"), "/usr/local/cuda/include"]
+    folders += [os.path.join(p, "nvidia", "cu13", "include") for p in sys.path]
+    folders += [path for path in (os.environ.get("QKV_CUBLAS_INCLUDE"),) if path]
+    return next((f for f in folders if os.path.isfile(os.path.join(f, "cublasLt.h"))), None)
+
+
+def cuda_missing() -> str:
+    """What keeps the library from being built; empty if nothing does."""
+    if shutil.which("nvcc") is None:
+        return "no nvcc"
+    return "" if cuda_headers() else "no cublasLt.h (pip install nvidia-cublas, or the toolkit's)"
+
+
+def cuda_commands() -> list[tuple[str, list[str]]]:
+    gencode = []
+    archs = os.environ.get("QKV_CUDA_ARCHS", RELEASE_ARCHS).split(",")
+    for arch in archs:
+        gencode += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+    plain = [arch for arch in archs if arch.isdigit()]  # PTX of the newest without an a: for later
+    if plain:
+        gencode += ["-gencode", f"arch=compute_{plain[-1]},code=compute_{plain[-1]}"]
+    werror = ["-Werror", "all-warnings"] if flag_set("QKV_WERROR") else []
+    nvcc = ["nvcc", "-x", "cu", "-std=c++17", "-O3", "-lineinfo", *gencode, *werror]
+    nvcc += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-Wall"]
+    nvcc += [*CUDA_INCLUDES, "-isystem", cuda_headers() or ""]
+    return [(p, nvcc) for p in cuda_sources(emulated=False)] + cuda_host_commands()
+
+
+def cuda_link(objects: list[str]) -> list[str]:
+    """The runtime inside, cuBLASLt opened when it is needed: it loads where no driver is."""
+    return ["nvcc", "-shared", "-cudart", "static", *objects, "-Xlinker", "-z,defs", "-ldl", "-lm"]
+
+
+def build_cuda(folder: str, temp: str) -> bool:
+    """Whether qkv/_qkv_cuda.so was put into `folder`."""
+    wanted = os.environ.get("QKV_CUDA", "auto")
+    if wanted not in ("0", "1", "auto"):
+        raise SystemExit(f"QKV_CUDA={wanted}: must be 0, 1 or auto")
+    missing = cuda_missing()
+    if wanted == "0" or (wanted == "auto" and missing):
+        return False
+    if missing:
+        raise SystemExit(f"QKV_CUDA=1: {missing}")
+    os.makedirs(temp, exist_ok=True)
+
+    def compile_one(item: tuple[str, list[str]]) -> str:
+        source, command = item
+        target = os.path.join(temp, os.path.basename(source) + ".o")
+        subprocess.run([*command, "-c", source, "-o", target], check=True)
+        return target
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        objects = list(pool.map(compile_one, cuda_commands()))
+    subprocess.run([*cuda_link(objects), "-o", os.path.join(folder, CUDA_LIBRARY)], check=True)
+    return True
+
+
 def build_folders() -> dict[str, dict[str, str]]:
     """One place for objects, by kind of build, for every command: setuptools would put those of an
     editable install into a temporary folder and compile all of them each time."""
@@ -126,6 +231,16 @@ def commands() -> dict[str, Any]:
             self.compiler._compile = lambda *args: jobs.append(pool.submit(single, *args))
             self.compiler.compile = compile_all
             super().build_extension(ext)
+
+        def run(self) -> None:
+            super().run()
+            folder = os.path.dirname(self.get_ext_fullpath("qkv._core"))
+            self.cuda = build_cuda(folder, os.path.join(self.build_temp, "cuda"))
+
+        def get_outputs(self) -> list[str]:
+            library = os.path.join(self.build_lib, "qkv", CUDA_LIBRARY)
+            outputs: list[str] = super().get_outputs()
+            return [*outputs, library] if getattr(self, "cuda", False) else outputs
 
     class Py(build_py):
         def run(self) -> None:

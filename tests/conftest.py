@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
@@ -67,6 +68,17 @@ def fixtures_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         except OSError:  # another run was faster
             shutil.rmtree(fresh)
     return next(p.parent for p in sorted(out.rglob("MANIFEST.json")))
+
+
+@pytest.fixture(scope="session")
+def cuda_emulated() -> str:
+    """The path of the CUDA backend whose kernels run on the processor; built if it is not new."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++, which builds the emulated CUDA backend")
+    tool = ROOT / "tests/tools/cuda_build.py"
+    done = subprocess.run([sys.executable, tool, "--emulated"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(ROOT / "python/qkv/_qkv_cuda_emulated.so")
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,9 @@ DEFINITION = re.compile(
 def files() -> Iterator[Path]:
     for folder in ("csrc", "kernels"):
         yield from sorted(
-            p for p in (ROOT / folder).rglob("*") if p.suffix in (".c", ".h", ".inc", ".def")
+            p
+            for p in (ROOT / folder).rglob("*")
+            if p.suffix in (".c", ".h", ".inc", ".def", ".cu", ".cuh")
         )
 
 
@@ -63,7 +65,7 @@ def breaches_of_file(path: Path) -> Iterator[str]:
                 yield where + "not a path under csrc/"
             elif layer != folder and layer not in MAY_INCLUDE[folder]:
                 yield where + f"{folder} may include {sorted(MAY_INCLUDE[folder])} only"
-        if name.startswith("kernels/cpu/") and "/" in target and not is_system:
+        if name.startswith("kernels/") and "/" in target and not is_system:
             if not KERNELS_MAY.match(target):
                 yield where + "kernels see backend.h, terms.h, base, quant and the KV formats only"
         if target.startswith(("Python.h", "numpy/")) and not name.startswith("csrc/py/"):

@@ -1,0 +1,274 @@
+/* Cutting a batch into units, and the kernels' instances. */
+#include "attn_paged.cuh"
+
+/* Chunks kept apart, in order, to the output: a block is a split unit and a KV head, a thread has
+ * elements of the tile. Units with chunk > 0 are the same tile's others. */
+__global__ void attn_combine(const struct qkv_cuda_attn_params p)
+{
+    const struct qkv_cuda_unit &cut = p.units[blockIdx.x];
+    if (cut.chunk != 0) {
+        return;
+    }
+    struct attn::unit u;
+    u.seq = &p.batch.seqs[cut.seq];
+    u.layer = &p.batch.lanes[u.seq->lane][p.layer];
+    u.head = (int32_t)blockIdx.y;
+    int32_t first_row = u.seq->first_row + cut.first_token;
+    int32_t n_rows = cut.n_tokens * p.group;
+    int32_t n_chunks = (u.seq->first_pos + cut.first_token + cut.n_tokens - 1) / QKV_CUDA_CHUNK + 1;
+    float v_scale = u.layer->v.scale[u.head];
+    for (int32_t i = (int32_t)threadIdx.x; i < n_rows * p.v_dim; i += (int32_t)blockDim.x) {
+        int32_t row = i / p.v_dim;
+        int32_t channel = i % p.v_dim;
+        float max = -INFINITY;
+        float sum = 0.0f;
+        float total = 0.0f;
+        for (int32_t c = 0; c < n_chunks; c++) {
+            const float *part = attn::part_of(p, cut.part + c, u.head);
+            const float *stats = part + QKV_CUDA_ROWS * p.v_pad;
+            float part_max = stats[row];
+            float part_sum = stats[QKV_CUDA_ROWS + row];
+            if (attn::is_part(part_max, part_sum)) {
+                float keep;
+                float take;
+                attn::fold_factors(max, part_max, &keep, &take, &max);
+                sum = attn::fold(sum, part_sum, keep, take);
+                total = attn::fold(total, part[row * p.v_pad + channel], keep, take);
+            }
+        }
+        attn::out_of(p, u, first_row, row)[channel] = total * (v_scale / sum);
+    }
+}
+
+/* ---- checks ---- */
+
+static enum qkv_status check_sequence(struct qkv_error *err, const struct qkv_batch *batch,
+                                      int32_t index, int32_t layer,
+                                      const struct qkv_cuda_kv_layer **out)
+{
+    const struct qkv_batch_seq *seq = &batch->seqs[index];
+    int32_t n_layers;
+    int32_t n_pages;
+    const struct qkv_cuda_kv_layer *layers =
+        qkv_cuda_kv_host_layers(batch->lanes[seq->lane], &n_layers, &n_pages);
+    if (layer < 0 || layer >= n_layers) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "attention: layer %d, the KV pool has %d", layer,
+                        n_layers);
+    }
+    for (int32_t i = 0; i < seq->n_pages; i++) {
+        if (seq->pages[i] < 0 || seq->pages[i] >= n_pages) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "sequence %d: page %d, the pool has %d", index,
+                            seq->pages[i], n_pages);
+        }
+    }
+    *out = &layers[layer];
+    return QKV_OK;
+}
+
+static enum qkv_status check_heads(struct qkv_error *err, const struct qkv_attention *args,
+                                   const struct qkv_cuda_kv_layer *layer)
+{
+    if (args->n_heads < 1 || args->n_heads % layer->n_kv_heads != 0) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "layer %d: %d heads, must be a multiple of the %d KV heads", args->layer,
+                        args->n_heads, layer->n_kv_heads);
+    }
+    if (args->n_heads / layer->n_kv_heads > QKV_CUDA_ROWS) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "layer %d: %d heads share a KV head, the CUDA backend takes up to %d",
+                        args->layer, args->n_heads / layer->n_kv_heads, QKV_CUDA_ROWS);
+    }
+    if (args->rope != NULL && 2 * args->rope->n_pairs > layer->k.dim) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: rope turns %d channels, the head has %d",
+                        args->layer, 2 * args->rope->n_pairs, layer->k.dim);
+    }
+    return QKV_OK;
+}
+
+/* All lanes of a layer have the same shape; only their formats differ. */
+static enum qkv_status check_call(struct qkv_error *err, const struct qkv_batch *batch,
+                                  const struct qkv_attention *args,
+                                  const struct qkv_cuda_kv_layer **out)
+{
+    const struct qkv_cuda_kv_layer *first = NULL;
+    for (int32_t i = 0; i < batch->n_seqs; i++) {
+        const struct qkv_cuda_kv_layer *layer = NULL;
+        QKV_TRY(check_sequence(err, batch, i, args->layer, &layer));
+        first = first == NULL ? layer : first;
+        if (layer->n_kv_heads != first->n_kv_heads || layer->k.dim != first->k.dim ||
+            layer->v.dim != first->v.dim) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: the lanes' KV pools differ in shape",
+                            args->layer);
+        }
+    }
+    QKV_TRY(check_heads(err, args, first));
+    uint64_t rows = (uint64_t)batch->n_rows;
+    uint64_t k_dim = (uint64_t)first->k.dim;
+    uint64_t v_dim = (uint64_t)first->v.dim;
+    uint64_t n_heads = (uint64_t)args->n_heads;
+    uint64_t qkv_dim = n_heads * k_dim + (uint64_t)first->n_kv_heads * (k_dim + v_dim);
+    QKV_TRY(qkv_cuda_check_floats(err, "attention", "qkv", args->qkv, rows, qkv_dim));
+    QKV_TRY(qkv_cuda_check_floats(err, "attention", "out", args->out, rows, n_heads * v_dim));
+    if (args->q_norm != NULL) {
+        QKV_TRY(qkv_cuda_check_floats(err, "attention", "q_norm", args->q_norm, 1, k_dim));
+    }
+    if (args->k_norm != NULL) {
+        QKV_TRY(qkv_cuda_check_floats(err, "attention", "k_norm", args->k_norm, 1, k_dim));
+    }
+    *out = first;
+    return QKV_OK;
+}
+
+/* ---- the plan of a batch ---- */
+
+/* Tokens of a tile: a power of two, so that tiles begin at multiples of it. */
+static int32_t tile_tokens(int32_t group)
+{
+    int32_t n = QKV_CUDA_ROWS;
+    while (n > 1 && n * group > QKV_CUDA_ROWS) {
+        n /= 2;
+    }
+    return n;
+}
+
+/* A sequence whose rows are one tile, with keys of several chunks, is split over them. */
+static int32_t n_split(const struct qkv_batch_seq *seq, int32_t group)
+{
+    int32_t n_chunks = (seq->first_pos + seq->n_rows - 1) / QKV_CUDA_CHUNK + 1;
+    return seq->n_rows <= tile_tokens(group) && n_chunks > 1 ? n_chunks : 0;
+}
+
+/* With units NULL it counts. */
+static void cut_batch(const struct qkv_batch *batch, int32_t group, struct qkv_cuda_plan *plan,
+                      struct qkv_cuda_unit *units)
+{
+    int32_t step = tile_tokens(group);
+    plan->n_units = 0;
+    plan->n_parts = 0;
+    for (int32_t i = 0; i < batch->n_seqs; i++) {
+        const struct qkv_batch_seq *seq = &batch->seqs[i];
+        int32_t n_chunks = n_split(seq, group);
+        for (int32_t c = 0; c < n_chunks; c++) {
+            struct qkv_cuda_unit unit = {i, 0, seq->n_rows, c, plan->n_parts};
+            if (units != NULL) {
+                units[plan->n_units] = unit;
+            }
+            plan->n_units++;
+        }
+        plan->n_parts += n_chunks;
+        for (int32_t first = 0; n_chunks == 0 && first < seq->n_rows; first += step) {
+            int32_t n = seq->n_rows - first < step ? seq->n_rows - first : step;
+            struct qkv_cuda_unit unit = {i, first, n, -1, 0};
+            if (units != NULL) {
+                units[plan->n_units] = unit;
+            }
+            plan->n_units++;
+        }
+    }
+}
+
+/* Once a batch, unless layers differ in how many heads share one. */
+static enum qkv_status make_plan(struct qkv_error *err, struct qkv_device *dev, int32_t group)
+{
+    struct qkv_cuda_plan *plan = &dev->plan;
+    if (plan->group == group) {
+        return QKV_OK;
+    }
+    plan->group = 0;
+    cut_batch(dev->batch, group, plan, NULL);
+    size_t n_bytes = (size_t)plan->n_units * sizeof(struct qkv_cuda_unit);
+    struct qkv_cuda_piece piece;
+    void *memory = NULL;
+    QKV_TRY(qkv_cuda_stage(err, dev, n_bytes, &piece));
+    cut_batch(dev->batch, group, plan, (struct qkv_cuda_unit *)piece.host);
+    QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_UNITS, n_bytes, &memory));
+    QKV_TRY(qkv_cuda_send_to(err, dev, &piece, memory));
+    plan->units = (const struct qkv_cuda_unit *)memory;
+    plan->group = group;
+    return QKV_OK;
+}
+
+/* ---- the operation ---- */
+
+static const float *data_of(const struct qkv_buffer *buffer)
+{
+    return buffer != NULL ? (const float *)buffer->data : NULL;
+}
+
+static struct qkv_cuda_attn_params describe(const struct qkv_device *dev,
+                                            const struct qkv_attention *args,
+                                            const struct qkv_cuda_kv_layer *layer)
+{
+    struct qkv_cuda_attn_params p = {};
+    p.batch = dev->on_device;
+    p.units = dev->plan.units;
+    p.qkv = (const float *)args->qkv->data;
+    p.out = (float *)args->out->data;
+    p.q_norm = data_of(args->q_norm);
+    p.k_norm = data_of(args->k_norm);
+    p.layer = args->layer;
+    p.n_heads = args->n_heads;
+    p.n_kv_heads = layer->n_kv_heads;
+    p.group = args->n_heads / layer->n_kv_heads;
+    p.k_dim = layer->k.dim;
+    p.v_dim = layer->v.dim;
+    p.k_pad = layer->k.pad;
+    p.v_pad = layer->v.pad;
+    p.qkv_stride =
+        (int64_t)p.n_heads * p.k_dim + (int64_t)p.n_kv_heads * ((int64_t)p.k_dim + p.v_dim);
+    p.norm_eps = args->norm_eps;
+    p.scale = args->scale;
+    p.softcap = args->softcap;
+    p.window = args->window;
+    p.quantize_q = args->quantize_q;
+    if (args->rope != NULL) {
+        p.rope_cos = args->rope->cos;
+        p.rope_sin = args->rope->sin;
+        p.n_pairs = args->rope->n_pairs;
+        p.interleaved = args->rope->style == QKV_ROPE_INTERLEAVED;
+    }
+    return p;
+}
+
+static enum qkv_status take_scratch(struct qkv_error *err, struct qkv_device *dev,
+                                    struct qkv_cuda_attn_params *p)
+{
+    size_t n_queries = (size_t)p->batch.n_rows * (size_t)p->n_heads;
+    size_t q_bytes = qkv_round_up(n_queries * (size_t)p->k_pad * sizeof(uint16_t), 256);
+    void *memory = NULL;
+    QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_Q, q_bytes + n_queries * sizeof(float), &memory));
+    p->q = (uint16_t *)memory;
+    p->q_scale = (float *)(void *)((uint8_t *)memory + q_bytes);
+    if (dev->plan.n_parts > 0) {
+        size_t n_floats = (size_t)dev->plan.n_parts * (size_t)p->n_kv_heads * QKV_CUDA_ROWS *
+                          ((size_t)p->v_pad + 2);
+        QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_PARTS, n_floats * sizeof(float), &memory));
+        p->parts = (float *)memory;
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cuda_attention(struct qkv_error *err, struct qkv_device *dev,
+                                   const struct qkv_attention *args)
+{
+    const struct qkv_batch *batch = dev->batch;
+    if (batch == NULL) {
+        return qkv_fail(err, QKV_ERR_STATE, "attention: no batch was begun");
+    }
+    if (batch->n_seqs == 0) {
+        return QKV_OK;
+    }
+    const struct qkv_cuda_kv_layer *layer = NULL;
+    QKV_TRY(check_call(err, batch, args, &layer));
+    QKV_TRY(make_plan(err, dev, args->n_heads / layer->n_kv_heads));
+    struct qkv_cuda_attn_params p = describe(dev, args, layer);
+    QKV_TRY(take_scratch(err, dev, &p));
+    QKV_TRY(qkv_cuda_kv_store(err, dev, &p));
+    dim3 grid((unsigned)dev->plan.n_units, (unsigned)p.n_kv_heads);
+    QKV_TRY(qkv_cuda_launch(err, dev, "attend", p.v_pad <= 128 ? attn::attend<4> : attn::attend<8>,
+                            grid, dim3(attn::THREADS), attn::shared_bytes(p), p));
+    if (dev->plan.n_parts == 0) {
+        return QKV_OK;
+    }
+    return qkv_cuda_launch(err, dev, "attn_combine", attn_combine, grid, dim3(128), 0, p);
+}

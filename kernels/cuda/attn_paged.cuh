@@ -1,0 +1,511 @@
+/* Attention over pages, prefill and decode alike: GQA, windows, softcaps, every KV format.
+ *
+ * A block of 4 warps is one tile of up to 16 query rows (tokens times the heads that share a KV
+ * head) of one sequence and one KV head. Keys are taken in chunks of 256 by absolute position:
+ *   1. scores of the chunk: K comes in tiles of 64 keys, decoded to bf16 in shared memory; warp w
+ *      has groups of 8 keys w, w + 4, ... (mma m16n8k16)
+ *   2. weights: a row's maximum, exponentials rounded to bf16, and the sum of the rounded ones
+ *   3. output of the chunk: V in tiles of 64 keys; warp w has groups of 8 channels w, w + 4, ...
+ *   4. maximum, sum and output so far are brought up to date with the chunk's (fold)
+ * A unit with few rows and many keys is as many blocks as it has chunks: each keeps its chunk's
+ * output (part), and a second kernel does step 4, in the same order with the same operations. So a
+ * row has the same bits in any batch, however its sequence was cut, and whether it was split.
+ *
+ * Keys that no row of the tile sees are not read; a key that only some see has weight zero for the
+ * others, which adds nothing. Shared memory (words): q [16][k_pad / 2 + 4], scores [16][260]
+ * floats, weights [16][132], a tile of K [64][k_pad / 2 + 4] or of V [32 pairs][v_pad + 8]. The odd
+ * words keep the lanes of a fragment in 32 different banks. */
+#ifndef QKV_CUDA_ATTN_PAGED_CUH
+#define QKV_CUDA_ATTN_PAGED_CUH
+
+#include "attn.cuh"
+#include "mma.cuh"
+
+namespace attn
+{
+
+enum {
+    WARPS = 4,
+    THREADS = WARPS * QKV_WARP,
+    SCORE_STRIDE = QKV_CUDA_CHUNK + 4,
+    WEIGHT_STRIDE = QKV_CUDA_CHUNK / 2 + 4
+};
+static_assert(QKV_CUDA_ROWS == 16, "rows of one mma");
+static_assert(QKV_CUDA_CHUNK % QKV_CUDA_TILE == 0, "tiles do not straddle chunks");
+static_assert(QKV_CUDA_TILE % QKV_PAGE_TOKENS == 0, "a tile is whole pages");
+
+/* Floats and words of a block's shared memory. */
+struct shared {
+    uint32_t *q;       /* [16][q_stride] pairs of bf16 */
+    float *scores;     /* [16][SCORE_STRIDE] */
+    uint32_t *weights; /* [16][WEIGHT_STRIDE] pairs of bf16 */
+    uint32_t *tile;
+    float *row_max; /* [16] of the chunk; so are the next two */
+    float *row_sum;
+    int32_t q_stride; /* of K's tile, too */
+    int32_t v_stride;
+};
+
+/* What a tile of queries is. */
+struct unit {
+    const struct qkv_cuda_seq *seq;
+    const struct qkv_cuda_kv_layer *layer;
+    int32_t head; /* KV head */
+    int32_t n_rows;
+    int32_t first_pos;
+    int32_t n_tokens;
+};
+
+static __device__ __forceinline__ int32_t position_of(const struct qkv_cuda_attn_params &p,
+                                                      const struct unit &u, int32_t row)
+{
+    return u.first_pos + row / p.group;
+}
+
+/* ---- decoding ---- */
+
+/* Channels [channel, channel + 8) of one stored row as pairs of bf16, block scales in them. */
+static __device__ __forceinline__ void decode8(const struct qkv_cuda_store &store,
+                                               const uint8_t *page, int32_t slot, int32_t channel,
+                                               uint32_t out[4])
+{
+    const uint8_t *codes = page + slot * store.code_bytes;
+    if (store.code_bytes == 2 * store.pad) {
+        uint4 words = *(const uint4 *)(const void *)(codes + 2 * channel);
+        out[0] = words.x;
+        out[1] = words.y;
+        out[2] = words.z;
+        out[3] = words.w;
+        return;
+    }
+    float scale = 1.0f;
+    if (store.block > 0) {
+        const uint8_t *scales = page + QKV_PAGE_TOKENS * store.code_bytes + slot * store.n_blocks;
+        scale = qkv_kv_decode_scale(store.format, scales[channel / store.block]);
+    }
+    float x[8];
+    if (store.code_bytes == store.pad) {
+        uint2 words = *(const uint2 *)(const void *)(codes + channel);
+        bool e5m2 = store.format == QKV_KV_E5M2;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            uint32_t code = (i < 4 ? words.x : words.y) >> (i % 4 * 8) & 0xffu;
+            x[i] = e5m2 ? qkv_e5m2_fast(code) : qkv_e4m3_fast(code);
+        }
+    } else {
+        uint32_t word = *(const uint32_t *)(const void *)(codes + channel / 2);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            x[i] = qkv_e2m1_fast(word >> (4 * i) & 15u);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        out[i] = qkv_pack_exact(x[2 * i] * scale, x[2 * i + 1] * scale);
+    }
+}
+
+static __device__ __forceinline__ const uint8_t *page_of(const struct qkv_cuda_attn_params &p,
+                                                         const struct unit &u,
+                                                         const struct qkv_cuda_store &store,
+                                                         int32_t key)
+{
+    int64_t page = p.batch.pages[u.seq->first_page + key / QKV_PAGE_TOKENS];
+    return store.pages + (page * p.n_kv_heads + u.head) * store.page_bytes;
+}
+
+/* Keys [first, first + 64) of K, zeros where a key is not below `end`. */
+static __device__ void load_keys(const struct qkv_cuda_attn_params &p, const struct unit &u,
+                                 const struct shared &s, int32_t first, int32_t end)
+{
+    int32_t per_key = p.k_pad / 8;
+    for (int32_t i = (int32_t)threadIdx.x; i < QKV_CUDA_TILE * per_key; i += THREADS) {
+        int32_t key = i / per_key;
+        int32_t channel = i % per_key * 8;
+        uint32_t words[4] = {0, 0, 0, 0};
+        if (first + key < end) {
+            decode8(u.layer->k, page_of(p, u, u.layer->k, first + key),
+                    (first + key) % QKV_PAGE_TOKENS, channel, words);
+        }
+        uint32_t *to = s.tile + key * s.q_stride + channel / 2;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            to[j] = words[j];
+        }
+    }
+}
+
+/* The same of V: cells [pair of keys][channel], the earlier key in the lower half. */
+static __device__ void load_values(const struct qkv_cuda_attn_params &p, const struct unit &u,
+                                   const struct shared &s, int32_t first, int32_t end)
+{
+    int32_t per_pair = p.v_pad / 8;
+    for (int32_t i = (int32_t)threadIdx.x; i < QKV_CUDA_TILE / 2 * per_pair; i += THREADS) {
+        int32_t pair = i / per_pair;
+        int32_t channel = i % per_pair * 8;
+        int32_t key = first + 2 * pair;
+        uint32_t low[4] = {0, 0, 0, 0};
+        uint32_t high[4] = {0, 0, 0, 0};
+        if (key < end) {
+            const uint8_t *page = page_of(p, u, u.layer->v, key);
+            decode8(u.layer->v, page, key % QKV_PAGE_TOKENS, channel, low);
+            if (key + 1 < end) {
+                decode8(u.layer->v, page, (key + 1) % QKV_PAGE_TOKENS, channel, high);
+            }
+        }
+        uint32_t *to = s.tile + pair * s.v_stride + channel;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            to[2 * j] = (low[j] & 0xffffu) | high[j] << 16;
+            to[2 * j + 1] = low[j] >> 16 | (high[j] & 0xffff0000u);
+        }
+    }
+}
+
+/* ---- the four steps ---- */
+
+static __device__ void load_queries(const struct qkv_cuda_attn_params &p, const struct unit &u,
+                                    const struct shared &s, int32_t first_row)
+{
+    int32_t words = p.k_pad / 2;
+    for (int32_t i = (int32_t)threadIdx.x; i < QKV_CUDA_ROWS * words; i += THREADS) {
+        int32_t row = i / words;
+        uint32_t word = 0;
+        if (row < u.n_rows) {
+            int64_t place = (int64_t)(first_row + row / p.group) * p.n_heads +
+                            (int64_t)u.head * p.group + row % p.group;
+            word = ((const uint32_t *)(const void *)(p.q + place * p.k_pad))[i % words];
+        }
+        s.q[row * s.q_stride + i % words] = word;
+    }
+}
+
+/* An A fragment: 16 rows, 16 of k from word `word` (two k each) on. */
+static __device__ __forceinline__ void load_a(const uint32_t *rows, int32_t stride, int32_t word,
+                                              uint32_t a[4])
+{
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+    const uint32_t *at = rows + lane / 4 * stride + word + lane % 4;
+    a[0] = at[0];
+    a[1] = at[8 * stride];
+    a[2] = at[4];
+    a[3] = at[8 * stride + 4];
+}
+
+/* Scores of keys [first, first + 64), the tile that is loaded, of the chunk that begins at `chunk`.
+ */
+static __device__ void score_tile(const struct qkv_cuda_attn_params &p, const struct shared &s,
+                                  int32_t chunk, int32_t first)
+{
+    int32_t warp = (int32_t)threadIdx.x / QKV_WARP;
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+    for (int32_t n = warp; n < QKV_CUDA_TILE / 8; n += WARPS) {
+        float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        const uint32_t *key = s.tile + (8 * n + lane / 4) * s.q_stride + lane % 4;
+        for (int32_t word = 0; word < p.k_pad / 2; word += 8) {
+            uint32_t a[4];
+            load_a(s.q, s.q_stride, word, a);
+            uint32_t b[2] = {key[word], key[word + 4]};
+            qkv_mma_bf16(c, a, b);
+        }
+        float *to = s.scores + lane / 4 * SCORE_STRIDE + first - chunk + 8 * n + lane % 4 * 2;
+        to[0] = c[0];
+        to[1] = c[1];
+        to[8 * SCORE_STRIDE] = c[2];
+        to[8 * SCORE_STRIDE + 1] = c[3];
+    }
+}
+
+static __device__ __forceinline__ float cap(float x, float softcap)
+{
+    return softcap != 0.0f ? softcap * tanhf(x / softcap) : x;
+}
+
+/* Scores of the chunk to weights, rows warp, warp + 4, ...: zero where a row does not see a key. */
+static __device__ void weigh(const struct qkv_cuda_attn_params &p, const struct unit &u,
+                             const struct shared &s, int32_t chunk, int32_t first_row)
+{
+    enum { EACH = QKV_CUDA_CHUNK / QKV_WARP };
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+    for (int32_t row = (int32_t)threadIdx.x / QKV_WARP; row < QKV_CUDA_ROWS; row += WARPS) {
+        bool real = row < u.n_rows;
+        int32_t position = position_of(p, u, row);
+        int32_t begin = real ? qkv_cuda_first_key(p, position) - chunk : 0;
+        int32_t end = real ? position + 1 - chunk : 0;
+        float scale = 0.0f;
+        if (real) {
+            int64_t place = (int64_t)(first_row + row / p.group) * p.n_heads +
+                            (int64_t)u.head * p.group + row % p.group;
+            scale = p.scale * u.layer->k.scale[u.head] * p.q_scale[place];
+        }
+        float x[EACH];
+        float max = -INFINITY;
+        /* Two keys next to each other are one word of weights. */
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            int32_t key = i / 2 * 64 + 2 * lane + i % 2;
+            bool seen = key >= begin && key < end;
+            x[i] = seen ? cap(s.scores[row * SCORE_STRIDE + key] * scale, p.softcap) : -INFINITY;
+            max = x[i] > max ? x[i] : max;
+        }
+        max = warp_max(max);
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; i += 2) {
+            uint32_t word = 0;
+            if (max != -INFINITY || x[i] != x[i] || x[i + 1] != x[i + 1]) {
+                float low = x[i] == -INFINITY ? 0.0f : expf(x[i] - max);
+                float high = x[i + 1] == -INFINITY ? 0.0f : expf(x[i + 1] - max);
+                uint32_t low_code = qkv_bf16_from_f32(low);
+                uint32_t high_code = qkv_bf16_from_f32(high);
+                sum += qkv_f32_from_bits(low_code << 16);
+                sum += qkv_f32_from_bits(high_code << 16);
+                word = low_code | high_code << 16;
+            }
+            s.weights[row * WEIGHT_STRIDE + i / 2 * 32 + lane] = word;
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) {
+            s.row_max[row] = max;
+            s.row_sum[row] = sum;
+        }
+    }
+}
+
+/* Brings a running value up to date: keep and take are factors of what was and what comes. */
+static __device__ __forceinline__ void fold_factors(float max, float part_max, float *keep,
+                                                    float *take, float *new_max)
+{
+    *new_max = part_max > max ? part_max : max;
+    *keep = max == -INFINITY ? 0.0f : expf(max - *new_max);
+    *take = expf(part_max - *new_max);
+}
+
+static __device__ __forceinline__ float fold(float was, float part, float keep, float take)
+{
+    return fmaf(was, keep, part * take);
+}
+
+/* Whether the chunk said anything of a row: a NaN does. */
+static __device__ __forceinline__ bool is_part(float part_max, float part_sum)
+{
+    return part_max != -INFINITY || part_sum != 0.0f;
+}
+
+/* Output of the tile that is loaded, keys from word `word` of the weights on: N groups of 8
+ * channels a warp. Steps [first_step, end_step) of 16 keys have a weight. */
+template <int N>
+static __device__ __forceinline__ void
+add_values(const struct qkv_cuda_attn_params &p, const struct shared &s, int32_t word,
+           int32_t first_step, int32_t end_step, float o[N][4])
+{
+    int32_t warp = (int32_t)threadIdx.x / QKV_WARP;
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+    for (int32_t step = first_step; step < end_step; step++) {
+        uint32_t a[4];
+        load_a(s.weights, WEIGHT_STRIDE, word + 8 * step, a);
+        const uint32_t *pair = s.tile + (8 * step + lane % 4) * s.v_stride + lane / 4;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            int32_t channel = 8 * (warp + WARPS * i);
+            if (channel < p.v_pad) {
+                uint32_t b[2] = {pair[channel], pair[4 * s.v_stride + channel]};
+                qkv_mma_bf16(o[i], a, b);
+            }
+        }
+    }
+}
+
+/* ---- one block ---- */
+
+static __device__ void lay_out(const struct qkv_cuda_attn_params &p, uint32_t *memory,
+                               struct shared *s)
+{
+    s->q_stride = p.k_pad / 2 + 4;
+    s->v_stride = p.v_pad + 8;
+    s->scores = (float *)(void *)memory;
+    s->weights = memory + QKV_CUDA_ROWS * SCORE_STRIDE;
+    s->row_max = (float *)(void *)(s->weights + QKV_CUDA_ROWS * WEIGHT_STRIDE);
+    s->row_sum = s->row_max + QKV_CUDA_ROWS;
+    s->q = (uint32_t *)(void *)(s->row_sum + QKV_CUDA_ROWS);
+    s->tile = s->q + QKV_CUDA_ROWS * s->q_stride;
+}
+
+static inline size_t shared_bytes(const struct qkv_cuda_attn_params &p)
+{
+    size_t q_stride = (size_t)p.k_pad / 2 + 4;
+    size_t keys = QKV_CUDA_TILE * q_stride;
+    size_t values = QKV_CUDA_TILE / 2 * ((size_t)p.v_pad + 8);
+    size_t words = QKV_CUDA_ROWS * (SCORE_STRIDE + WEIGHT_STRIDE + 2 + q_stride);
+    return (words + (keys > values ? keys : values)) * sizeof(uint32_t);
+}
+
+/* Steps 1 to 3 of the chunk that begins at `chunk`; keys [begin, end) are seen by some row. */
+template <int N>
+static __device__ __forceinline__ void
+run_chunk(const struct qkv_cuda_attn_params &p, const struct unit &u, const struct shared &s,
+          int32_t chunk, int32_t first_row, int32_t begin, int32_t end, float o[N][4])
+{
+    int32_t stop = chunk + QKV_CUDA_CHUNK < end ? chunk + QKV_CUDA_CHUNK : end;
+    int32_t start = begin > chunk ? begin : chunk;
+    int32_t first_tile = start / QKV_CUDA_TILE * QKV_CUDA_TILE;
+    for (int32_t first = first_tile; first < stop; first += QKV_CUDA_TILE) {
+        __syncthreads();
+        load_keys(p, u, s, first, stop);
+        __syncthreads();
+        score_tile(p, s, chunk, first);
+    }
+    __syncthreads();
+    weigh(p, u, s, chunk, first_row);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            o[i][j] = 0.0f;
+        }
+    }
+    for (int32_t first = first_tile; first < stop; first += QKV_CUDA_TILE) {
+        __syncthreads();
+        load_values(p, u, s, first, stop);
+        __syncthreads();
+        int32_t first_step = start > first ? (start - first) / 16 : 0;
+        int32_t end_step =
+            stop - first < QKV_CUDA_TILE ? (stop - first + 15) / 16 : QKV_CUDA_TILE / 16;
+        add_values<N>(p, s, (first - chunk) / 2, first_step, end_step, o);
+    }
+}
+
+/* Where the chunk of a unit and a head is kept: o [16][v_pad], then maxima, then sums. */
+static __device__ __forceinline__ float *part_of(const struct qkv_cuda_attn_params &p, int32_t part,
+                                                 int32_t head)
+{
+    return p.parts + ((int64_t)part * p.n_kv_heads + head) * QKV_CUDA_ROWS * (p.v_pad + 2);
+}
+
+/* Visits the elements of o that this lane holds: body(i, j, row, channel). */
+#define ATTN_FOR_OUTPUT(N, body)                                                                   \
+    _Pragma("unroll") for (int i = 0; i < N; i++)                                                  \
+    {                                                                                              \
+        _Pragma("unroll") for (int j = 0; j < 4; j++)                                              \
+        {                                                                                          \
+            int32_t lane_ = (int32_t)threadIdx.x % QKV_WARP;                                       \
+            int32_t row = lane_ / 4 + j / 2 * 8;                                                   \
+            int32_t channel =                                                                      \
+                8 * ((int32_t)threadIdx.x / QKV_WARP + WARPS * i) + lane_ % 4 * 2 + j % 2;         \
+            if (channel < p.v_pad) {                                                               \
+                body                                                                               \
+            }                                                                                      \
+        }                                                                                          \
+    }
+
+template <int N>
+static __device__ void keep_part(const struct qkv_cuda_attn_params &p, const struct shared &s,
+                                 int32_t part, int32_t head, const float o[N][4])
+{
+    float *to = part_of(p, part, head);
+    ATTN_FOR_OUTPUT(N, { to[row * p.v_pad + channel] = o[i][j]; })
+    float *stats = to + QKV_CUDA_ROWS * p.v_pad;
+    if (threadIdx.x < QKV_CUDA_ROWS) {
+        stats[threadIdx.x] = s.row_max[threadIdx.x];
+        stats[QKV_CUDA_ROWS + threadIdx.x] = s.row_sum[threadIdx.x];
+    }
+}
+
+/* The running state of a block's rows, two of them a lane. */
+struct running {
+    float max[2];
+    float sum[2];
+};
+
+template <int N>
+static __device__ __forceinline__ void fold_chunk(const struct shared &s, const float part[N][4],
+                                                  struct running *r, float total[N][4])
+{
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float part_max = s.row_max[lane / 4 + 8 * half];
+        float part_sum = s.row_sum[lane / 4 + 8 * half];
+        if (is_part(part_max, part_sum)) {
+            float keep;
+            float take;
+            fold_factors(r->max[half], part_max, &keep, &take, &r->max[half]);
+            r->sum[half] = fold(r->sum[half], part_sum, keep, take);
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                total[i][2 * half] = fold(total[i][2 * half], part[i][2 * half], keep, take);
+                total[i][2 * half + 1] =
+                    fold(total[i][2 * half + 1], part[i][2 * half + 1], keep, take);
+            }
+        }
+    }
+}
+
+static __device__ __forceinline__ float *
+out_of(const struct qkv_cuda_attn_params &p, const struct unit &u, int32_t first_row, int32_t row)
+{
+    return p.out + ((int64_t)(first_row + row / p.group) * p.n_heads + (int64_t)u.head * p.group +
+                    row % p.group) *
+                       p.v_dim;
+}
+
+/* N: groups of 8 channels of V that a warp has. */
+template <int N>
+__global__ void __launch_bounds__(THREADS) attend(const struct qkv_cuda_attn_params p)
+{
+    QKV_DYNAMIC_SHARED(uint32_t, memory);
+    struct shared s;
+    lay_out(p, memory, &s);
+    const struct qkv_cuda_unit &cut = p.units[blockIdx.x];
+    struct unit u;
+    u.seq = &p.batch.seqs[cut.seq];
+    u.layer = &p.batch.lanes[u.seq->lane][p.layer];
+    u.head = (int32_t)blockIdx.y;
+    u.n_tokens = cut.n_tokens;
+    u.n_rows = cut.n_tokens * p.group;
+    u.first_pos = u.seq->first_pos + cut.first_token;
+    int32_t first_row = u.seq->first_row + cut.first_token;
+    int32_t begin = qkv_cuda_first_key(p, u.first_pos);
+    int32_t end = u.first_pos + u.n_tokens;
+    float part[N][4];
+    load_queries(p, u, s, first_row);
+    if (cut.chunk >= 0) {
+        int32_t chunk = cut.chunk * QKV_CUDA_CHUNK;
+        if (chunk + QKV_CUDA_CHUNK <= begin) { /* before the window: nothing, said as such */
+            if (threadIdx.x < QKV_CUDA_ROWS) {
+                s.row_max[threadIdx.x] = -INFINITY;
+                s.row_sum[threadIdx.x] = 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                part[i][0] = part[i][1] = part[i][2] = part[i][3] = 0.0f;
+            }
+        } else {
+            run_chunk<N>(p, u, s, chunk, first_row, begin, end, part);
+        }
+        __syncthreads();
+        keep_part<N>(p, s, cut.part + cut.chunk, u.head, part);
+        return;
+    }
+    float total[N][4];
+    struct running r = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        total[i][0] = total[i][1] = total[i][2] = total[i][3] = 0.0f;
+    }
+    for (int32_t chunk = begin / QKV_CUDA_CHUNK * QKV_CUDA_CHUNK; chunk < end;
+         chunk += QKV_CUDA_CHUNK) {
+        run_chunk<N>(p, u, s, chunk, first_row, begin, end, part);
+        fold_chunk<N>(s, part, &r, total);
+    }
+    float v_scale = u.layer->v.scale[u.head];
+    ATTN_FOR_OUTPUT(N, {
+        if (row < u.n_rows && channel < p.v_dim) {
+            out_of(p, u, first_row, row)[channel] = total[i][j] * (v_scale / r.sum[j / 2]);
+        }
+    })
+}
+
+} // namespace attn
+
+#endif

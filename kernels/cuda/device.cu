@@ -1,0 +1,461 @@
+/* Opening a device, its memory, copies between host and device, launches. The emulated device's
+ * memory is the host's, and its stream is done when a call returns. */
+#include "device.cuh"
+
+#include "blas.cuh"
+
+/* ---- what the runtime does, and its stand-in ---- */
+
+#if defined(QKV_EMULATE)
+
+enum qkv_status qkv_cuda_alloc(struct qkv_error *err, size_t n_bytes, void **out)
+{
+    return qkv_calloc(err, n_bytes == 0 ? 1 : n_bytes, 1, out);
+}
+
+void qkv_cuda_free(void *data)
+{
+    free(data);
+}
+
+static enum qkv_status alloc_pinned(struct qkv_error *err, size_t n_bytes, void **out)
+{
+    return qkv_calloc(err, n_bytes, 1, out);
+}
+
+static void free_pinned(void *data)
+{
+    free(data);
+}
+
+static enum qkv_status copy(struct qkv_error *err, struct qkv_device *dev, void *to,
+                            const void *from, size_t n_bytes, bool to_device)
+{
+    (void)err;
+    (void)dev;
+    (void)to_device;
+    if (n_bytes > 0) {
+        memmove(to, from, n_bytes);
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status wait_stream(struct qkv_error *err, struct qkv_device *dev)
+{
+    (void)err;
+    (void)dev;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cuda_zero(struct qkv_error *err, struct qkv_device *dev, void *to,
+                              size_t n_bytes)
+{
+    (void)err;
+    (void)dev;
+    memset(to, 0, n_bytes);
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cuda_launch_raw(struct qkv_error *err, struct qkv_device *dev, const char *name,
+                                    const void *kernel, void *caller, dim3 grid, dim3 block,
+                                    size_t shared_bytes, const void *params)
+{
+    (void)dev;
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) {
+        return QKV_OK;
+    }
+    emulate::kernel_body body;
+    memcpy(&body, &caller, sizeof body);
+    const char *failure = emulate::run(grid, block, shared_bytes, body, kernel, params);
+    if (failure != NULL) {
+        return qkv_fail(err, QKV_ERR_INTERNAL, "kernel %s: %s", name, failure);
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status open_stream(struct qkv_error *err, struct qkv_device *dev)
+{
+    if (dev->ordinal != 0) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "device %d: there is one emulated GPU",
+                        dev->ordinal);
+    }
+    (void)snprintf(dev->arch, sizeof dev->arch, "emulated, reference GEMM");
+    dev->n_sms = 1;
+    return QKV_OK;
+}
+
+static void close_stream(struct qkv_device *dev)
+{
+    (void)dev;
+}
+
+#else
+
+/* A sticky error of the driver poisons the context: every later call reports it again. */
+static enum qkv_status check(struct qkv_error *err, cudaError_t code, const char *what)
+{
+    if (code == cudaSuccess) {
+        return QKV_OK;
+    }
+    enum qkv_status status = code == cudaErrorMemoryAllocation ? QKV_ERR_MEMORY : QKV_ERR_INTERNAL;
+    return qkv_fail(err, status, "CUDA: %s: %s (%d)", what, cudaGetErrorString(code), (int)code);
+}
+
+static cudaStream_t stream_of(const struct qkv_device *dev)
+{
+    return (cudaStream_t)dev->stream;
+}
+
+enum qkv_status qkv_cuda_alloc(struct qkv_error *err, size_t n_bytes, void **out)
+{
+    void *data = NULL;
+    size_t n = n_bytes == 0 ? 1 : n_bytes;
+    cudaError_t code = cudaMalloc(&data, n);
+    if (code != cudaSuccess) {
+        (void)cudaGetLastError();
+        return qkv_fail(err, QKV_ERR_MEMORY, "CUDA: %zu bytes of device memory: %s", n,
+                        cudaGetErrorString(code));
+    }
+    code = cudaMemset(data, 0, n);
+    if (code != cudaSuccess) {
+        (void)cudaFree(data);
+        return check(err, code, "cudaMemset");
+    }
+    *out = data;
+    return QKV_OK;
+}
+
+void qkv_cuda_free(void *data)
+{
+    (void)cudaFree(data);
+}
+
+static enum qkv_status alloc_pinned(struct qkv_error *err, size_t n_bytes, void **out)
+{
+    return check(err, cudaMallocHost(out, n_bytes), "cudaMallocHost");
+}
+
+static void free_pinned(void *data)
+{
+    (void)cudaFreeHost(data);
+}
+
+static enum qkv_status copy(struct qkv_error *err, struct qkv_device *dev, void *to,
+                            const void *from, size_t n_bytes, bool to_device)
+{
+    cudaMemcpyKind kind = to_device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
+    return check(err, cudaMemcpyAsync(to, from, n_bytes, kind, stream_of(dev)), "cudaMemcpyAsync");
+}
+
+static enum qkv_status wait_stream(struct qkv_error *err, struct qkv_device *dev)
+{
+    return check(err, cudaStreamSynchronize(stream_of(dev)), "the stream");
+}
+
+enum qkv_status qkv_cuda_zero(struct qkv_error *err, struct qkv_device *dev, void *to,
+                              size_t n_bytes)
+{
+    return check(err, cudaMemsetAsync(to, 0, n_bytes, stream_of(dev)), "cudaMemsetAsync");
+}
+
+enum qkv_status qkv_cuda_launch_raw(struct qkv_error *err, struct qkv_device *dev, const char *name,
+                                    const void *kernel, void *caller, dim3 grid, dim3 block,
+                                    size_t shared_bytes, const void *params)
+{
+    (void)caller;
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) {
+        return QKV_OK;
+    }
+    if (shared_bytes > 48 << 10) {
+        QKV_TRY(check(err,
+                      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           (int)shared_bytes),
+                      name));
+    }
+    void *arguments[1] = {(void *)params};
+    return check(
+        err, cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream_of(dev)), name);
+}
+
+static enum qkv_status open_stream(struct qkv_error *err, struct qkv_device *dev)
+{
+    int n = 0;
+    cudaError_t code = cudaGetDeviceCount(&n);
+    if (code != cudaSuccess || n == 0) {
+        (void)cudaGetLastError();
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "device cuda:%d: no GPU (%s)", dev->ordinal,
+                        code != cudaSuccess ? cudaGetErrorString(code) : "the driver names none");
+    }
+    if (dev->ordinal >= n) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "device cuda:%d: there are %d", dev->ordinal, n);
+    }
+    QKV_TRY(check(err, cudaSetDevice(dev->ordinal), "cudaSetDevice"));
+    cudaDeviceProp about;
+    QKV_TRY(check(err, cudaGetDeviceProperties(&about, dev->ordinal), "cudaGetDeviceProperties"));
+    if (about.major < 8) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "device cuda:%d: %s is sm_%d%d, sm_80 is the least", dev->ordinal,
+                        about.name, about.major, about.minor);
+    }
+    (void)snprintf(dev->arch, sizeof dev->arch, "sm_%d%d", about.major, about.minor);
+    dev->n_sms = about.multiProcessorCount;
+    cudaStream_t stream;
+    QKV_TRY(
+        check(err, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate"));
+    dev->stream = stream;
+    return QKV_OK;
+}
+
+static void close_stream(struct qkv_device *dev)
+{
+    if (dev->stream != NULL) {
+        (void)cudaStreamDestroy(stream_of(dev));
+    }
+}
+
+#endif
+
+/* ---- memory that grows ---- */
+
+static enum qkv_status grow(struct qkv_error *err, struct qkv_device *dev,
+                            struct qkv_cuda_block *block, size_t n_bytes, bool pinned)
+{
+    if (n_bytes <= block->n_bytes) {
+        return QKV_OK;
+    }
+    /* A quarter more than asked for, so that a growing batch does not allocate in every step. What
+     * is there may still be in use on the stream. */
+    size_t want = qkv_round_up(n_bytes + n_bytes / 4, 4096);
+    void *data = NULL;
+    QKV_TRY(wait_stream(err, dev));
+    QKV_TRY(pinned ? alloc_pinned(err, want, &data) : qkv_cuda_alloc(err, want, &data));
+    (pinned ? free_pinned : qkv_cuda_free)(block->data);
+    block->data = data;
+    block->n_bytes = want;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cuda_scratch(struct qkv_error *err, struct qkv_device *dev,
+                                 enum qkv_cuda_slot slot, size_t n_bytes, void **out)
+{
+    QKV_TRY(grow(err, dev, &dev->scratch[slot], n_bytes, false));
+    *out = dev->scratch[slot].data;
+    return QKV_OK;
+}
+
+/* ---- staging ---- */
+
+static const size_t STAGE_BYTES = 1 << 20;
+
+/* What was enqueued is done, and host outputs are filled. */
+static enum qkv_status drain(struct qkv_error *err, struct qkv_device *dev)
+{
+    enum qkv_status status = wait_stream(err, dev);
+    for (size_t i = 0; status == QKV_OK && i < dev->n_pending; i++) {
+        memcpy(dev->pending[i].to, dev->pending[i].from, dev->pending[i].n_bytes);
+    }
+    dev->n_pending = 0;
+    dev->stage_used = 0;
+    return status;
+}
+
+/* A step that needs more than there is waits once for the stream; from the next on there is
+ * enough. */
+enum qkv_status qkv_cuda_stage(struct qkv_error *err, struct qkv_device *dev, size_t n_bytes,
+                               struct qkv_cuda_piece *out)
+{
+    size_t n = qkv_round_up(n_bytes == 0 ? 1 : n_bytes, 256);
+    if (n > dev->stage_host.n_bytes - dev->stage_used) {
+        QKV_TRY(drain(err, dev));
+        size_t want = dev->stage_wanted + n > STAGE_BYTES ? dev->stage_wanted + n : STAGE_BYTES;
+        QKV_TRY(grow(err, dev, &dev->stage_host, want, true));
+        QKV_TRY(grow(err, dev, &dev->stage_device, want, false));
+    }
+    out->host = (uint8_t *)dev->stage_host.data + dev->stage_used;
+    out->device = (uint8_t *)dev->stage_device.data + dev->stage_used;
+    out->n_bytes = n_bytes;
+    dev->stage_used += n;
+    dev->stage_wanted += n;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cuda_send(struct qkv_error *err, struct qkv_device *dev,
+                              const struct qkv_cuda_piece *piece)
+{
+    return copy(err, dev, piece->device, piece->host, piece->n_bytes, true);
+}
+
+enum qkv_status qkv_cuda_send_to(struct qkv_error *err, struct qkv_device *dev,
+                                 const struct qkv_cuda_piece *piece, void *to)
+{
+    return copy(err, dev, to, piece->host, piece->n_bytes, true);
+}
+
+enum qkv_status qkv_cuda_fetch(struct qkv_error *err, struct qkv_device *dev,
+                               const struct qkv_cuda_piece *piece, size_t offset, void *host,
+                               size_t n_bytes)
+{
+    void *pending = dev->pending;
+    QKV_TRY(qkv_grow(err, &pending, &dev->max_pending, dev->n_pending + 1, sizeof *dev->pending));
+    dev->pending = (struct qkv_cuda_pending *)pending;
+    uint8_t *from = (uint8_t *)piece->host + offset;
+    QKV_TRY(copy(err, dev, from, (const uint8_t *)piece->device + offset, n_bytes, false));
+    struct qkv_cuda_pending *entry = &dev->pending[dev->n_pending++];
+    entry->to = host;
+    entry->from = from;
+    entry->n_bytes = n_bytes;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cuda_sync(struct qkv_error *err, struct qkv_device *dev)
+{
+    dev->stage_wanted = 0;
+    return drain(err, dev);
+}
+
+/* ---- copies that are done when they return ---- */
+
+enum qkv_status qkv_cuda_to_device(struct qkv_error *err, struct qkv_device *dev, void *to,
+                                   const void *host, size_t n_bytes)
+{
+    QKV_TRY(copy(err, dev, to, host, n_bytes, true));
+    return wait_stream(err, dev);
+}
+
+enum qkv_status qkv_cuda_to_host(struct qkv_error *err, struct qkv_device *dev, void *host,
+                                 const void *from, size_t n_bytes)
+{
+    QKV_TRY(copy(err, dev, host, from, n_bytes, false));
+    return wait_stream(err, dev);
+}
+
+/* ---- buffers ---- */
+
+enum qkv_status qkv_cuda_buffer_create(struct qkv_error *err, struct qkv_device *dev,
+                                       size_t n_bytes, struct qkv_buffer **out)
+{
+    (void)dev;
+    void *memory = NULL;
+    QKV_TRY(qkv_calloc(err, 1, sizeof(struct qkv_buffer), &memory));
+    struct qkv_buffer *buffer = (struct qkv_buffer *)memory;
+    enum qkv_status status = qkv_cuda_alloc(err, n_bytes, &buffer->data);
+    if (status != QKV_OK) {
+        free(buffer);
+        return status;
+    }
+    buffer->n_bytes = n_bytes;
+    *out = buffer;
+    return QKV_OK;
+}
+
+void qkv_cuda_buffer_destroy(struct qkv_device *dev, struct qkv_buffer *buffer)
+{
+    if (buffer == NULL) {
+        return;
+    }
+    (void)wait_stream(NULL, dev);
+    qkv_cuda_free(buffer->data);
+    free(buffer);
+}
+
+static enum qkv_status check_range(struct qkv_error *err, const char *what,
+                                   const struct qkv_buffer *buffer, size_t offset, size_t n_bytes)
+{
+    if (offset > buffer->n_bytes || n_bytes > buffer->n_bytes - offset) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: bytes %zu to %zu + %zu of a buffer of %zu",
+                        what, offset, offset, n_bytes, buffer->n_bytes);
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cuda_upload(struct qkv_error *err, struct qkv_device *dev,
+                                struct qkv_buffer *buffer, size_t offset, const void *host,
+                                size_t n_bytes)
+{
+    QKV_TRY(check_range(err, "upload", buffer, offset, n_bytes));
+    return qkv_cuda_to_device(err, dev, (uint8_t *)buffer->data + offset, host, n_bytes);
+}
+
+enum qkv_status qkv_cuda_download(struct qkv_error *err, struct qkv_device *dev,
+                                  const struct qkv_buffer *buffer, size_t offset, void *host,
+                                  size_t n_bytes)
+{
+    QKV_TRY(check_range(err, "download", buffer, offset, n_bytes));
+    return qkv_cuda_to_host(err, dev, host, (const uint8_t *)buffer->data + offset, n_bytes);
+}
+
+enum qkv_status qkv_cuda_check_floats(struct qkv_error *err, const char *op, const char *what,
+                                      const struct qkv_buffer *buffer, uint64_t rows,
+                                      uint64_t columns)
+{
+    uint64_t n = 0;
+    if (buffer == NULL || !qkv_mul_size(rows, columns, &n) || n > buffer->n_bytes / sizeof(float)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: %s holds %zu bytes, [%llu, %llu] floats needed",
+                        op, what, buffer != NULL ? buffer->n_bytes : 0, (unsigned long long)rows,
+                        (unsigned long long)columns);
+    }
+    return QKV_OK;
+}
+
+/* ---- the device ---- */
+
+void qkv_cuda_close(struct qkv_device *dev)
+{
+    if (dev == NULL) {
+        return;
+    }
+    (void)wait_stream(NULL, dev);
+    qkv_cuda_blas_close(dev);
+    for (int i = 0; i < QKV_CUDA_SLOTS; i++) {
+        qkv_cuda_free(dev->scratch[i].data);
+    }
+    free_pinned(dev->stage_host.data);
+    qkv_cuda_free(dev->stage_device.data);
+    close_stream(dev);
+    free(dev->pending);
+    free(dev);
+}
+
+enum qkv_status qkv_cuda_open(struct qkv_error *err, const struct qkv_device_options *options,
+                              struct qkv_device **out)
+{
+    if (options->compute != QKV_COMPUTE_BF16) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "compute_dtype float32 is the reference arithmetic: device=\"cpu\"");
+    }
+    if (options->isa != NULL) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "isa %s: of the CPU backend, not of this one",
+                        options->isa);
+    }
+    void *memory = NULL;
+    QKV_TRY(qkv_calloc(err, 1, sizeof(struct qkv_device), &memory));
+    struct qkv_device *dev = (struct qkv_device *)memory;
+    dev->ordinal = options->ordinal;
+    dev->activations = options->activations;
+    dev->n_threads = options->n_threads;
+    if (options->log != NULL) {
+        dev->log = *options->log;
+    }
+    enum qkv_status status = open_stream(err, dev);
+    if (status == QKV_OK) {
+        status = qkv_cuda_blas_open(err, dev);
+    }
+    if (status != QKV_OK) {
+        qkv_cuda_close(dev);
+        return status;
+    }
+    qkv_log_write(&dev->log, QKV_LOG_DEBUG, "cuda:%d: %s", dev->ordinal, dev->arch);
+    *out = dev;
+    return QKV_OK;
+}
+
+void qkv_cuda_info(const struct qkv_device *dev, struct qkv_device_info *out)
+{
+    memset(out, 0, sizeof *out);
+    (void)snprintf(out->name, sizeof out->name, "cuda:%d", dev->ordinal);
+    (void)snprintf(out->isa, sizeof out->isa, "%s", dev->arch);
+    out->n_threads = 1;
+    for (int i = 0; i < QKV_CUDA_SLOTS; i++) {
+        out->scratch_bytes += dev->scratch[i].n_bytes;
+    }
+}

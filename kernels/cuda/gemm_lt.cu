@@ -1,0 +1,258 @@
+/* cuBLASLt, opened at run time: from the wheel nvidia-cublas beside this package, or the system's.
+ *
+ * A row must have the same bits whatever the other rows are. So one algorithm is chosen per weight
+ * shape, for 256 rows, and used for every number of rows: tiles and the order of k within them
+ * stay, and none may split k and add the parts (reduction scheme NONE). What that costs at small
+ * numbers of rows is for a GPU to say. Descriptors live as long as the device; a step only sets
+ * sizes in them. */
+#include "blas.cuh"
+
+#include <cublasLt.h>
+#include <dlfcn.h>
+
+enum { CHOSEN_FOR_ROWS = 256, MAX_SHAPES = 256 };
+static const size_t WORKSPACE_BYTES = 32u << 20;
+
+#define LT_FUNCTIONS(X)                                                                            \
+    X(cublasLtCreate)                                                                              \
+    X(cublasLtDestroy)                                                                             \
+    X(cublasLtMatmul)                                                                              \
+    X(cublasLtMatmulDescCreate)                                                                    \
+    X(cublasLtMatmulDescDestroy)                                                                   \
+    X(cublasLtMatmulDescSetAttribute)                                                              \
+    X(cublasLtMatrixLayoutCreate)                                                                  \
+    X(cublasLtMatrixLayoutDestroy)                                                                 \
+    X(cublasLtMatrixLayoutSetAttribute)                                                            \
+    X(cublasLtMatmulPreferenceCreate)                                                              \
+    X(cublasLtMatmulPreferenceDestroy)                                                             \
+    X(cublasLtMatmulPreferenceSetAttribute)                                                        \
+    X(cublasLtMatmulAlgoGetHeuristic)
+
+/* The algorithm of one shape of weights. */
+struct chosen {
+    int32_t n_out;
+    int32_t k;
+    cublasLtMatmulAlgo_t algorithm;
+};
+
+struct qkv_cuda_blas {
+    void *library;
+#define LT_FIELD(name) decltype(&name) name##_;
+    LT_FUNCTIONS(LT_FIELD)
+    cublasLtHandle_t handle;
+    cublasLtMatmulDesc_t product;
+    cublasLtMatrixLayout_t w; /* column-major, as the library has it: [k, n_out] */
+    cublasLtMatrixLayout_t x; /* [k, n_rows] */
+    cublasLtMatrixLayout_t y; /* [n_out, n_rows] */
+    struct chosen shapes[MAX_SHAPES];
+    int32_t n_shapes;
+};
+
+static enum qkv_status check(struct qkv_error *err, cublasStatus_t code, const char *what)
+{
+    if (code == CUBLAS_STATUS_SUCCESS) {
+        return QKV_OK;
+    }
+    return qkv_fail(err, QKV_ERR_INTERNAL, "cuBLASLt: %s: status %d", what, (int)code);
+}
+
+/* ---- opening ---- */
+
+static void *open_library(void)
+{
+    Dl_info here;
+    char path[4096];
+    const char *name = "libcublasLt.so.13";
+    if (dladdr((const void *)qkv_cuda_blas_open, &here) != 0 && here.dli_fname != NULL) {
+        const char *slash = strrchr(here.dli_fname, '/');
+        int n = slash != NULL ? (int)(slash - here.dli_fname) : 0;
+        int length =
+            snprintf(path, sizeof path, "%.*s/../nvidia/cu13/lib/%s", n, here.dli_fname, name);
+        void *library =
+            length > 0 && (size_t)length < sizeof path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
+        if (library != NULL) {
+            return library;
+        }
+    }
+    return dlopen(name, RTLD_NOW | RTLD_LOCAL);
+}
+
+static enum qkv_status find_functions(struct qkv_error *err, struct qkv_cuda_blas *blas)
+{
+#define LT_FIND(name)                                                                              \
+    {                                                                                              \
+        void *symbol = dlsym(blas->library, #name);                                                \
+        if (symbol == NULL) {                                                                      \
+            return qkv_fail(err, QKV_ERR_UNSUPPORTED, "cuBLASLt has no %s", #name);                \
+        }                                                                                          \
+        memcpy(&blas->name##_, &symbol, sizeof symbol);                                            \
+    }
+    LT_FUNCTIONS(LT_FIND)
+    return QKV_OK;
+}
+
+static enum qkv_status make_descriptors(struct qkv_error *err, struct qkv_cuda_blas *blas)
+{
+    cublasOperation_t transposed = CUBLAS_OP_T;
+    QKV_TRY(check(err, blas->cublasLtCreate_(&blas->handle), "create"));
+    QKV_TRY(check(err,
+                  blas->cublasLtMatmulDescCreate_(&blas->product, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+                  "a descriptor"));
+    QKV_TRY(check(err,
+                  blas->cublasLtMatmulDescSetAttribute_(blas->product, CUBLASLT_MATMUL_DESC_TRANSA,
+                                                        &transposed, sizeof transposed),
+                  "the transposition"));
+    QKV_TRY(check(err, blas->cublasLtMatrixLayoutCreate_(&blas->w, CUDA_R_16BF, 64, 64, 64),
+                  "a layout"));
+    QKV_TRY(check(err, blas->cublasLtMatrixLayoutCreate_(&blas->x, CUDA_R_16BF, 64, 64, 64),
+                  "a layout"));
+    return check(err, blas->cublasLtMatrixLayoutCreate_(&blas->y, CUDA_R_32F, 64, 64, 64),
+                 "a layout");
+}
+
+enum qkv_status qkv_cuda_blas_open(struct qkv_error *err, struct qkv_device *dev)
+{
+    void *memory = NULL;
+    QKV_TRY(qkv_calloc(err, 1, sizeof(struct qkv_cuda_blas), &memory));
+    dev->blas = (struct qkv_cuda_blas *)memory;
+    dev->blas->library = open_library();
+    if (dev->blas->library == NULL) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "cuBLASLt: %s (pip install nvidia-cublas)",
+                        dlerror());
+    }
+    QKV_TRY(find_functions(err, dev->blas));
+    QKV_TRY(make_descriptors(err, dev->blas));
+    QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_BLAS, WORKSPACE_BYTES, &memory));
+    return QKV_OK;
+}
+
+/* The library stays open: what it registered with the driver outlives it. */
+void qkv_cuda_blas_close(struct qkv_device *dev)
+{
+    struct qkv_cuda_blas *blas = dev->blas;
+    if (blas == NULL) {
+        return;
+    }
+    if (blas->y != NULL) {
+        (void)blas->cublasLtMatrixLayoutDestroy_(blas->y);
+    }
+    if (blas->x != NULL) {
+        (void)blas->cublasLtMatrixLayoutDestroy_(blas->x);
+    }
+    if (blas->w != NULL) {
+        (void)blas->cublasLtMatrixLayoutDestroy_(blas->w);
+    }
+    if (blas->product != NULL) {
+        (void)blas->cublasLtMatmulDescDestroy_(blas->product);
+    }
+    if (blas->handle != NULL) {
+        (void)blas->cublasLtDestroy_(blas->handle);
+    }
+    free(blas);
+    dev->blas = NULL;
+}
+
+/* ---- products ---- */
+
+static enum qkv_status set_size(struct qkv_error *err, struct qkv_cuda_blas *blas,
+                                cublasLtMatrixLayout_t layout, int64_t rows, int64_t columns,
+                                int64_t stride)
+{
+    uint64_t n_rows = (uint64_t)rows;
+    uint64_t n_columns = (uint64_t)columns;
+    QKV_TRY(check(err,
+                  blas->cublasLtMatrixLayoutSetAttribute_(layout, CUBLASLT_MATRIX_LAYOUT_ROWS,
+                                                          &n_rows, sizeof n_rows),
+                  "rows"));
+    QKV_TRY(check(err,
+                  blas->cublasLtMatrixLayoutSetAttribute_(layout, CUBLASLT_MATRIX_LAYOUT_COLS,
+                                                          &n_columns, sizeof n_columns),
+                  "columns"));
+    return check(err,
+                 blas->cublasLtMatrixLayoutSetAttribute_(layout, CUBLASLT_MATRIX_LAYOUT_LD, &stride,
+                                                         sizeof stride),
+                 "a stride");
+}
+
+static enum qkv_status set_sizes(struct qkv_error *err, struct qkv_cuda_blas *blas,
+                                 const struct qkv_cuda_gemm *gemm, int32_t n_rows)
+{
+    QKV_TRY(set_size(err, blas, blas->w, gemm->k, gemm->n_out, gemm->k));
+    QKV_TRY(set_size(err, blas, blas->x, gemm->k, n_rows, gemm->k));
+    return set_size(err, blas, blas->y, gemm->n_out, n_rows, gemm->y_stride);
+}
+
+static enum qkv_status ask(struct qkv_error *err, struct qkv_cuda_blas *blas,
+                           const struct qkv_cuda_gemm *gemm, cublasLtMatmulPreference_t preference,
+                           cublasLtMatmulAlgo_t *out)
+{
+    uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_NONE;
+    size_t workspace = WORKSPACE_BYTES;
+    cublasLtMatmulHeuristicResult_t best = {};
+    int n = 0;
+    QKV_TRY(check(
+        err,
+        blas->cublasLtMatmulPreferenceSetAttribute_(
+            preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace),
+        "the workspace"));
+    QKV_TRY(
+        check(err,
+              blas->cublasLtMatmulPreferenceSetAttribute_(
+                  preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &schemes, sizeof schemes),
+              "the reduction scheme"));
+    QKV_TRY(set_sizes(err, blas, gemm, CHOSEN_FOR_ROWS));
+    QKV_TRY(
+        check(err,
+              blas->cublasLtMatmulAlgoGetHeuristic_(blas->handle, blas->product, blas->w, blas->x,
+                                                    blas->y, blas->y, preference, 1, &best, &n),
+              "the choice of an algorithm"));
+    if (n < 1) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "cuBLASLt: no algorithm for %d x %d", gemm->n_out,
+                        gemm->k);
+    }
+    *out = best.algo;
+    return QKV_OK;
+}
+
+static enum qkv_status choose(struct qkv_error *err, struct qkv_cuda_blas *blas,
+                              const struct qkv_cuda_gemm *gemm, const cublasLtMatmulAlgo_t **out)
+{
+    for (int32_t i = 0; i < blas->n_shapes; i++) {
+        if (blas->shapes[i].n_out == gemm->n_out && blas->shapes[i].k == gemm->k) {
+            *out = &blas->shapes[i].algorithm;
+            return QKV_OK;
+        }
+    }
+    if (blas->n_shapes == MAX_SHAPES) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "cuBLASLt: more than %d shapes of weights",
+                        MAX_SHAPES);
+    }
+    struct chosen *fresh = &blas->shapes[blas->n_shapes];
+    cublasLtMatmulPreference_t preference = NULL;
+    QKV_TRY(check(err, blas->cublasLtMatmulPreferenceCreate_(&preference), "a preference"));
+    enum qkv_status status = ask(err, blas, gemm, preference, &fresh->algorithm);
+    (void)blas->cublasLtMatmulPreferenceDestroy_(preference);
+    QKV_TRY(status);
+    fresh->n_out = gemm->n_out;
+    fresh->k = gemm->k;
+    blas->n_shapes++;
+    *out = &fresh->algorithm;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cuda_gemm_bf16(struct qkv_error *err, struct qkv_device *dev,
+                                   const struct qkv_cuda_gemm *gemm)
+{
+    struct qkv_cuda_blas *blas = dev->blas;
+    const cublasLtMatmulAlgo_t *algorithm = NULL;
+    QKV_TRY(choose(err, blas, gemm, &algorithm));
+    QKV_TRY(set_sizes(err, blas, gemm, gemm->n_rows));
+    float one = 1.0f;
+    float beta = gemm->add ? 1.0f : 0.0f;
+    return check(err,
+                 blas->cublasLtMatmul_(blas->handle, blas->product, &one, gemm->w, blas->w, gemm->x,
+                                       blas->x, &beta, gemm->y, blas->y, gemm->y, blas->y,
+                                       algorithm, dev->scratch[QKV_CUDA_BLAS].data, WORKSPACE_BYTES,
+                                       (cudaStream_t)dev->stream),
+                 "a product");
+}

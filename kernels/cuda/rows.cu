@@ -1,0 +1,148 @@
+/* Operations on whole rows of fp32: embed, norm_add, copy_rows. A block is a row. */
+#include "weight.cuh"
+
+enum { THREADS = 256 };
+
+/* ---- embed ---- */
+
+struct embed_params {
+    const int32_t *tokens; /* [n_rows] */
+    const uint16_t *high;  /* bf16 [n_out, k_pad] */
+    const uint16_t *low;   /* or NULL */
+    float *x;              /* [n_rows, k] */
+    float scale;
+    int32_t k;
+    int32_t k_pad;
+};
+
+__global__ void __launch_bounds__(THREADS) embed_rows(const struct embed_params p)
+{
+    int64_t row = blockIdx.x;
+    int64_t from = (int64_t)p.tokens[row] * p.k_pad;
+    for (int32_t i = (int32_t)threadIdx.x; i < p.k; i += THREADS) {
+        float value = qkv_bf16_to_f32(p.high[from + i]);
+        value = p.low != NULL ? value + qkv_bf16_to_f32(p.low[from + i]) : value;
+        p.x[row * p.k + i] = value * p.scale;
+    }
+}
+
+enum qkv_status qkv_cuda_embed(struct qkv_error *err, struct qkv_device *dev,
+                               const struct qkv_weight *table, float scale, struct qkv_buffer *x)
+{
+    const struct qkv_batch *batch = dev->batch;
+    if (batch == NULL) {
+        return qkv_fail(err, QKV_ERR_STATE, "embed: no batch was begun");
+    }
+    QKV_TRY(qkv_cuda_check_floats(err, "embed", "x", x, (uint64_t)batch->n_rows,
+                                  (uint64_t)table->k_in));
+    for (int32_t r = 0; r < batch->n_rows; r++) {
+        if (batch->tokens[r] < 0 || batch->tokens[r] >= table->n_out) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "embed: token %d in row %d, the table has %d",
+                            batch->tokens[r], r, table->n_out);
+        }
+    }
+    struct embed_params p = {dev->on_device.tokens, table->high, table->low,
+                             (float *)x->data,      scale,       table->k_in,
+                             table->k_pad};
+    return qkv_cuda_launch(err, dev, "embed_rows", embed_rows, dim3((unsigned)batch->n_rows),
+                           dim3(THREADS), 0, p);
+}
+
+/* ---- norm_add ---- */
+
+struct norm_params {
+    float *x;          /* [n_rows, dim] */
+    const float *y;    /* the same */
+    const float *norm; /* [dim] */
+    float eps;
+    int32_t dim;
+};
+
+__global__ void __launch_bounds__(THREADS) norm_add_rows(const struct norm_params p)
+{
+    __shared__ float cells[QKV_WARP];
+    float *x = p.x + (int64_t)blockIdx.x * p.dim;
+    const float *y = p.y + (int64_t)blockIdx.x * p.dim;
+    float sum = 0.0f;
+    for (int32_t i = (int32_t)threadIdx.x; i < p.dim; i += THREADS) {
+        sum = fmaf(y[i], y[i], sum);
+    }
+    float r = 1.0f / sqrtf(block_sum(sum, cells) / (float)p.dim + p.eps);
+    for (int32_t i = (int32_t)threadIdx.x; i < p.dim; i += THREADS) {
+        x[i] += y[i] * r * p.norm[i];
+    }
+}
+
+enum qkv_status qkv_cuda_norm_add(struct qkv_error *err, struct qkv_device *dev,
+                                  struct qkv_buffer *x, const struct qkv_buffer *y,
+                                  const struct qkv_buffer *norm, float eps, int32_t n_rows,
+                                  int32_t dim)
+{
+    if (n_rows < 1 || dim < 1) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "norm_add: %d rows of %d", n_rows, dim);
+    }
+    uint64_t rows = (uint64_t)n_rows;
+    QKV_TRY(qkv_cuda_check_floats(err, "norm_add", "x", x, rows, (uint64_t)dim));
+    QKV_TRY(qkv_cuda_check_floats(err, "norm_add", "y", y, rows, (uint64_t)dim));
+    QKV_TRY(qkv_cuda_check_floats(err, "norm_add", "norm", norm, 1, (uint64_t)dim));
+    struct norm_params p = {(float *)x->data, (const float *)y->data, (const float *)norm->data,
+                            eps, dim};
+    return qkv_cuda_launch(err, dev, "norm_add_rows", norm_add_rows, dim3((unsigned)n_rows),
+                           dim3(THREADS), 0, p);
+}
+
+/* ---- copy_rows ---- */
+
+struct copy_params {
+    const float *src;    /* [*, dim] */
+    const int32_t *rows; /* [n] */
+    float *dst;          /* [n, dim] */
+    int32_t dim;
+};
+
+__global__ void __launch_bounds__(THREADS) copy_some_rows(const struct copy_params p)
+{
+    const float *from = p.src + (int64_t)p.rows[blockIdx.x] * p.dim;
+    float *to = p.dst + (int64_t)blockIdx.x * p.dim;
+    for (int32_t i = (int32_t)threadIdx.x; i < p.dim; i += THREADS) {
+        to[i] = from[i];
+    }
+}
+
+enum qkv_status qkv_cuda_copy_rows(struct qkv_error *err, struct qkv_device *dev,
+                                   struct qkv_buffer *dst, int32_t dst_first,
+                                   const struct qkv_buffer *src, const int32_t *rows, int32_t n,
+                                   int32_t dim)
+{
+    if (dim < 1) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: rows of %d", dim);
+    }
+    size_t n_src = src->n_bytes / sizeof(float) / (size_t)dim;
+    size_t n_dst = dst->n_bytes / sizeof(float) / (size_t)dim;
+    if (n < 0 || dst_first < 0 || (size_t)dst_first > n_dst ||
+        (size_t)n > n_dst - (size_t)dst_first) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: rows %d + %d of a buffer of %zu",
+                        dst_first, n, n_dst);
+    }
+    for (int32_t i = 0; i < n; i++) {
+        if (rows[i] < 0 || (size_t)rows[i] >= n_src) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: row %d of a buffer of %zu", rows[i],
+                            n_src);
+        }
+        if (dst == src && rows[i] >= dst_first && rows[i] - dst_first < n) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT,
+                            "copy_rows: row %d of one buffer is read and written", rows[i]);
+        }
+    }
+    if (n == 0) {
+        return QKV_OK;
+    }
+    struct qkv_cuda_piece piece;
+    QKV_TRY(qkv_cuda_stage(err, dev, (size_t)n * sizeof *rows, &piece));
+    memcpy(piece.host, rows, (size_t)n * sizeof *rows);
+    QKV_TRY(qkv_cuda_send(err, dev, &piece));
+    struct copy_params p = {(const float *)src->data, (const int32_t *)piece.device,
+                            (float *)dst->data + (size_t)dst_first * (size_t)dim, dim};
+    return qkv_cuda_launch(err, dev, "copy_some_rows", copy_some_rows, dim3((unsigned)n),
+                           dim3(THREADS), 0, p);
+}

@@ -1,0 +1,192 @@
+/* Weights: any matrix is decoded on the host, in slabs of rows, to bf16 terms. */
+#include "weight.cuh"
+
+extern "C" {
+#include "base/threads.h"
+}
+
+/* Rows that are decoded at a time, cut over the host's threads. */
+struct slab {
+    const struct qkv_matrix *matrix;
+    int64_t first_row;
+    int32_t k_in;
+    int32_t k_pad;
+    uint16_t *high; /* [rows, k_pad] */
+    uint16_t *low;
+    float *values;    /* [n_threads, QKV_PIECE] */
+    uint8_t *any_low; /* [n_threads] */
+};
+
+enum { SLAB_BYTES = 16 << 20 };
+
+/* Two terms: what the first leaves is a value again, rounded in turn. */
+static bool split(float value, uint16_t *high, uint16_t *low)
+{
+    *high = qkv_bf16_from_f32(value);
+    float rest = value - qkv_bf16_to_f32(*high);
+    *low = rest == rest && fabsf(rest) <= FLT_MAX ? qkv_bf16_from_f32(rest) : 0;
+    return (*low & 0x7fffu) != 0;
+}
+
+static void decode_rows(void *ctx, size_t begin, size_t end, int thread)
+{
+    const struct slab *slab = (const struct slab *)ctx;
+    float *values = slab->values + (size_t)thread * QKV_PIECE;
+    for (size_t r = begin; r < end; r++) {
+        uint16_t *high = slab->high + r * (size_t)slab->k_pad;
+        uint16_t *low = slab->low + r * (size_t)slab->k_pad;
+        for (int64_t k = 0; k < slab->k_in; k += QKV_PIECE) {
+            int64_t left = slab->k_in - k;
+            int64_t n = left < QKV_PIECE ? left : (int64_t)QKV_PIECE;
+            qkv_matrix_values(slab->matrix, slab->first_row + (int64_t)r, k, n, values);
+            for (int64_t i = 0; i < n; i++) {
+                slab->any_low[thread] |= split(values[i], &high[k + i], &low[k + i]);
+            }
+        }
+    }
+}
+
+static enum qkv_status alloc_terms(struct qkv_error *err, struct qkv_weight *w, uint16_t **out)
+{
+    void *memory = NULL;
+    size_t n_bytes = (size_t)w->n_out * (size_t)w->k_pad * sizeof(uint16_t);
+    QKV_TRY(qkv_cuda_alloc(err, n_bytes, &memory));
+    *out = (uint16_t *)memory;
+    w->n_bytes += n_bytes;
+    return QKV_OK;
+}
+
+/* `memory`: both terms of a slab, then the threads' own. */
+static enum qkv_status pack(struct qkv_error *err, struct qkv_device *dev,
+                            struct qkv_threads *threads, struct slab *slab, int64_t slab_rows,
+                            struct qkv_weight *w)
+{
+    size_t n_threads = (size_t)qkv_threads_count(threads);
+    for (int64_t row = 0; row < w->n_out; row += slab_rows) {
+        size_t n = (size_t)(w->n_out - row < slab_rows ? w->n_out - row : slab_rows);
+        size_t at = (size_t)row * (size_t)w->k_pad;
+        size_t n_bytes = n * (size_t)w->k_pad * sizeof(uint16_t);
+        slab->first_row = row;
+        memset(slab->any_low, 0, n_threads);
+        QKV_TRY(qkv_threads_run(err, threads, n, decode_rows, slab));
+        bool any_low = false;
+        for (size_t t = 0; t < n_threads; t++) {
+            any_low = any_low || slab->any_low[t] != 0;
+        }
+        QKV_TRY(qkv_cuda_to_device(err, dev, w->high + at, slab->high, n_bytes));
+        if (any_low && w->low == NULL) {
+            QKV_TRY(alloc_terms(err, w, &w->low));
+        }
+        if (w->low != NULL) {
+            QKV_TRY(qkv_cuda_to_device(err, dev, w->low + at, slab->low, n_bytes));
+        }
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status decode(struct qkv_error *err, struct qkv_device *dev,
+                              const struct qkv_matrix *desc, struct qkv_weight *w)
+{
+    struct qkv_threads *threads = NULL;
+    int n_threads = dev->n_threads != 0 ? dev->n_threads : qkv_threads_available();
+    QKV_TRY(qkv_threads_create(err, n_threads, &threads));
+    int64_t slab_rows = SLAB_BYTES / ((int64_t)w->k_pad * (int64_t)sizeof(uint16_t));
+    slab_rows = slab_rows < 1 ? 1 : slab_rows < w->n_out ? slab_rows : w->n_out;
+    size_t terms = (size_t)slab_rows * (size_t)w->k_pad;
+    size_t n_bytes =
+        2 * terms * sizeof(uint16_t) + (size_t)n_threads * (QKV_PIECE * sizeof(float) + 1);
+    void *memory = NULL;
+    enum qkv_status status = qkv_calloc(err, n_bytes, 1, &memory);
+    if (status == QKV_OK) {
+        struct slab slab = {};
+        slab.matrix = desc;
+        slab.k_in = w->k_in;
+        slab.k_pad = w->k_pad;
+        slab.values = (float *)memory;
+        slab.high = (uint16_t *)(void *)(slab.values + (size_t)n_threads * QKV_PIECE);
+        slab.low = slab.high + terms;
+        slab.any_low = (uint8_t *)(void *)(slab.low + terms);
+        status = pack(err, dev, threads, &slab, slab_rows, w);
+    }
+    free(memory);
+    qkv_threads_destroy(threads);
+    return status;
+}
+
+static enum qkv_status take_k_scale(struct qkv_error *err, struct qkv_device *dev,
+                                    const struct qkv_matrix *desc, struct qkv_weight *w)
+{
+    if (desc->k_scale == NULL) {
+        return QKV_OK;
+    }
+    size_t n_bytes = (size_t)w->k_in * sizeof(float);
+    void *memory = NULL;
+    QKV_TRY(qkv_calloc(err, (size_t)w->k_in, sizeof(float), &memory));
+    w->host_k_scale = (float *)memory;
+    memcpy(w->host_k_scale, desc->k_scale, n_bytes);
+    QKV_TRY(qkv_cuda_alloc(err, n_bytes, &memory));
+    w->k_scale = (float *)memory;
+    w->n_bytes += n_bytes;
+    return qkv_cuda_to_device(err, dev, w->k_scale, desc->k_scale, n_bytes);
+}
+
+static enum qkv_status check_matrix(struct qkv_error *err, const struct qkv_device *dev,
+                                    const struct qkv_matrix *desc)
+{
+    QKV_TRY(qkv_matrix_check(err, desc));
+    if (desc->n_out > INT32_MAX || desc->k_in > INT32_MAX - QKV_CUDA_K_PAD) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "%s: %lld x %lld, dimensions up to %d",
+                        desc->name, (long long)desc->n_out, (long long)desc->k_in,
+                        INT32_MAX - QKV_CUDA_K_PAD);
+    }
+    if (dev->activations == QKV_ACTIVATIONS_CHECKPOINT && desc->input.quant != QKV_INPUT_NONE) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "%s wants its input quantized, which the CUDA backend does not do: "
+                        "activation_quant=\"off\"",
+                        desc->name);
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cuda_weight_create(struct qkv_error *err, struct qkv_device *dev,
+                                       const struct qkv_matrix *desc, struct qkv_weight **out)
+{
+    QKV_TRY(check_matrix(err, dev, desc));
+    void *memory = NULL;
+    QKV_TRY(qkv_calloc(err, 1, sizeof(struct qkv_weight), &memory));
+    struct qkv_weight *w = (struct qkv_weight *)memory;
+    w->n_out = (int32_t)desc->n_out;
+    w->k_in = (int32_t)desc->k_in;
+    w->k_pad = (int32_t)qkv_round_up((size_t)desc->k_in, QKV_CUDA_K_PAD);
+    enum qkv_status status = take_k_scale(err, dev, desc, w);
+    if (status == QKV_OK) {
+        status = alloc_terms(err, w, &w->high);
+    }
+    if (status == QKV_OK) {
+        status = decode(err, dev, desc, w);
+    }
+    if (status != QKV_OK) {
+        qkv_cuda_weight_destroy(dev, w);
+        return status;
+    }
+    *out = w;
+    return QKV_OK;
+}
+
+void qkv_cuda_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight)
+{
+    (void)dev;
+    if (weight == NULL) {
+        return;
+    }
+    qkv_cuda_free(weight->high);
+    qkv_cuda_free(weight->low);
+    qkv_cuda_free(weight->k_scale);
+    free(weight->host_k_scale);
+    free(weight);
+}
+
+size_t qkv_cuda_weight_bytes(const struct qkv_weight *weight)
+{
+    return weight->n_bytes;
+}

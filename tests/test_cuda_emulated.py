@@ -1,0 +1,121 @@
+"""Whole engines on the CUDA backend, its kernels run by the emulation: the tokens of the CPU
+backend wherever two were not almost equally likely, and the same bits in any batch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core_runs import LARGE, Request, difference, mixed_requests, open_engine, run
+from qkv import _core
+
+ROOT = Path(__file__).resolve().parents[1]
+ARCHS = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
+# Values that differ by one rounding to bf16 move a tiny model's logits by a few hundredths.
+MARGIN = 0.1
+
+
+def greedy(n: int, vocab: int, *, max_tokens: int) -> list[Request]:
+    rng = np.random.default_rng(n)
+    lengths = [5, 17, 40, 66, 16, 1][:n]
+    return [
+        Request(rng.integers(0, vocab, length).astype(np.int32),
+                {"max_tokens": max_tokens, "ignore_eos": True, "n_top": 2, "logprob_start": 1,
+                 "temperature": 0.0})
+        for length in lengths
+    ]  # fmt: skip
+
+
+def assert_agrees(cpu: _core.Result, gpu: _core.Result, what: Any) -> None:
+    """The same tokens up to the first place where the CPU's two best were closer than MARGIN, and
+    log-probabilities as close until there."""
+    assert np.abs(cpu.prompt_logprobs[1:] - gpu.prompt_logprobs[1:]).max(initial=0) < MARGIN, what
+    for i, (a, b) in enumerate(zip(cpu.token_ids, gpu.token_ids, strict=True)):
+        best, second = cpu.top_logprobs[i][:2]
+        if a != b:
+            assert best - second < MARGIN, (what, i, a, b, best, second)
+            return
+        assert abs(cpu.logprobs[i] - gpu.logprobs[i]) < MARGIN, (what, i)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kv", ["bf16", "fp8_e4m3"])
+def test_tokens_of_the_cpu(
+    tiny: Callable[..., Path], cuda_emulated: str, arch: str, kv: str
+) -> None:
+    path = tiny(arch)
+    checkpoint = _core.Checkpoint(str(path))
+    config = checkpoint.model_config()
+    checkpoint.close()
+    lane = [(kv, kv)] * config["n_layers"]
+    requests = greedy(4, config["vocab"], max_tokens=8)
+    results = {}
+    for device, library in (("cpu", None), ("cuda-emulated", cuda_emulated)):
+        engine = open_engine(
+            path, kv_tokens=LARGE, lanes=[lane], device=device, device_library=library
+        )
+        results[device] = run(engine, requests)
+        info = engine.info
+        engine.close()
+    assert info["device"] == "cuda:0" and info["isa"] == "emulated, reference GEMM"
+    for i in range(len(requests)):
+        assert_agrees(results["cpu"][i], results["cuda-emulated"][i], (arch, kv, i))
+
+
+def test_same_bits_in_any_batch(tiny: Callable[..., Path], cuda_emulated: str) -> None:
+    """Together with others, cut into small chunks, out of a reused prefix: the same bits."""
+    path = tiny("gemma3")
+    requests = mixed_requests(6, 200, seed=3, longest=30)
+    options: dict[str, Any] = {"device": "cuda-emulated", "device_library": cuda_emulated}
+    alone = {}
+    engine = open_engine(path, kv_tokens=LARGE, prefix_cache=False, **options)
+    for i, request in enumerate(requests):
+        alone[i] = run(engine, [request])[0]
+    engine.close()
+    engine = open_engine(path, kv_tokens=LARGE, chunk_tokens=13, **options)
+    together = run(engine, requests, reversed(range(len(requests))), arrive=3)
+    engine.close()
+    for i in range(len(requests)):
+        assert difference(alone[i], together[i]) == "", i
+
+
+def test_refusals(tiny: Callable[..., Path], cuda_emulated: str) -> None:
+    """What this backend does not do is said before a weight is loaded."""
+    path = tiny("llama")
+    options: dict[str, Any] = {"device": "cuda-emulated", "device_library": cuda_emulated}
+    with pytest.raises(_core.UnsupportedError, match="float32 is the reference arithmetic"):
+        open_engine(path, kv_tokens=64, compute_dtype="float32", **options)
+    with pytest.raises(ValueError, match="isa scalar: of the CPU backend"):
+        open_engine(path, kv_tokens=64, isa="scalar", **options)
+    with pytest.raises(_core.UnsupportedError, match="one emulated GPU"):
+        open_engine(path, kv_tokens=64, device="cuda:1", device_library=cuda_emulated)
+
+
+def test_a_library_that_is_none(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    path = tiny("llama")
+    text = tmp_path / "text.so"
+    text.write_text("no library")
+    for library, message in ((text, "backend library"), (_core.__file__, "no symbol")):
+        with pytest.raises(_core.UnsupportedError, match=message):
+            open_engine(path, kv_tokens=64, device="cuda:0", device_library=library)
+    with pytest.raises(ValueError, match='must be "cuda:0" to "cuda:99"'):
+        open_engine(path, kv_tokens=64, device="cuda:x", device_library=text)
+    with pytest.raises(_core.UnsupportedError, match="with a library"):
+        open_engine(path, kv_tokens=64, device="cuda:0")
+
+
+def test_only_the_backend_is_exported(cuda_emulated: str) -> None:
+    """Nothing in the library can be taken for the core module's, nor the other way round."""
+    command = ["nm", "-D", "--defined-only", cuda_emulated]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["qkv_cuda_backend"]
+    done = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(_core.__file__)], capture_output=True, text=True
+    )
+    assert "cuda" not in done.stdout.lower() and sys.platform == "linux"
