@@ -20,7 +20,7 @@ export QKV_CUDA ?= 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test dev check format format-check lint layers stubs ctests asan ubsan tsan \
-	pytest-fast pytest-asan fuzz fuzz-replay isa cuda cuda-check bench soak soak-models \
+	pytest-fast pytest-asan fuzz fuzz-replay isa cuda cuda-check cuda-ctests bench soak soak-models \
 	dist clean
 
 help:
@@ -157,8 +157,13 @@ $(VENV)/cublas.stamp: $(VENV)/tools.stamp
 cuda: $(VENV)/cublas.stamp
 	@$(BIN)/python tests/tools/cuda_build.py -j $(JOBS) --archs $(CUDA_ARCHS) || [ $$? -eq 3 ]
 
-cuda-check: $(VENV)/test.stamp
+# Kernels against the scalar codecs and references in double, run by the emulation; then engines.
+cuda-check: cuda-ctests $(VENV)/test.stamp
 	$(BIN)/python -m pytest -q tests/test_cuda_emulated.py
+
+cuda-ctests: $(VENV)/tools.stamp
+	$(BIN)/python tests/tools/cuda_build.py --emulated -j $(JOBS)
+	QKV_TEST_BACKEND=python/qkv/_qkv_cuda_emulated.so $(CTESTS) attention_kv sample
 
 bench: $(VENV)/core.stamp
 	$(BIN)/python tests/bench/run_benches.py

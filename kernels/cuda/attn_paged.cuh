@@ -135,11 +135,20 @@ static __device__ void load_keys(const struct qkv_cuda_attn_params &p, const str
     }
 }
 
-/* The same of V: cells [pair of keys][channel], the earlier key in the lower half. */
-static __device__ void load_values(const struct qkv_cuda_attn_params &p, const struct unit &u,
+/* A bf16 that is an infinity or NaN. */
+static __device__ __forceinline__ bool is_unusual(uint32_t half)
+{
+    return (half & 0x7f80u) == 0x7f80u;
+}
+
+/* The same of V: cells [pair of keys][channel], the earlier key in the lower half. Infinities and
+ * NaN are left out, because a weight of zero times one of them would reach rows that do not see the
+ * key; whether there are any in what this thread loaded. */
+static __device__ bool load_values(const struct qkv_cuda_attn_params &p, const struct unit &u,
                                    const struct shared &s, int32_t first, int32_t end)
 {
     int32_t per_pair = p.v_pad / 8;
+    bool unusual = false;
     for (int32_t i = (int32_t)threadIdx.x; i < QKV_CUDA_TILE / 2 * per_pair; i += THREADS) {
         int32_t pair = i / per_pair;
         int32_t channel = i % per_pair * 8;
@@ -155,11 +164,16 @@ static __device__ void load_values(const struct qkv_cuda_attn_params &p, const s
         }
         uint32_t *to = s.tile + pair * s.v_stride + channel;
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            to[2 * j] = (low[j] & 0xffffu) | high[j] << 16;
-            to[2 * j + 1] = low[j] >> 16 | (high[j] & 0xffff0000u);
+        for (int j = 0; j < 8; j++) {
+            uint32_t first_half = j % 2 == 0 ? low[j / 2] & 0xffffu : low[j / 2] >> 16;
+            uint32_t second_half = j % 2 == 0 ? high[j / 2] & 0xffffu : high[j / 2] >> 16;
+            bool odd_first = is_unusual(first_half);
+            bool odd_second = is_unusual(second_half);
+            unusual = unusual || odd_first || odd_second;
+            to[j] = (odd_first ? 0 : first_half) | (odd_second ? 0 : second_half << 16);
         }
     }
+    return unusual;
 }
 
 /* ---- the four steps ---- */
@@ -316,6 +330,43 @@ add_values(const struct qkv_cuda_attn_params &p, const struct shared &s, int32_t
     }
 }
 
+/* Infinities and NaN among values of keys [first, stop), for the rows that see them. Rare. */
+template <int N>
+static __device__ void add_unusual(const struct qkv_cuda_attn_params &p, const struct unit &u,
+                                   const struct shared &s, int32_t chunk, int32_t first,
+                                   int32_t stop, float o[N][4])
+{
+    int32_t warp = (int32_t)threadIdx.x / QKV_WARP;
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+    for (int32_t key = first; key < stop && key < first + QKV_CUDA_TILE; key++) {
+        const uint8_t *page = page_of(p, u, u.layer->v, key);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            int32_t channel = 8 * (warp + WARPS * i);
+            if (channel < p.v_pad) {
+                uint32_t words[4];
+                decode8(u.layer->v, page, key % QKV_PAGE_TOKENS, channel, words);
+                uint32_t pair = lane % 4 == 0   ? words[0]
+                                : lane % 4 == 1 ? words[1]
+                                : lane % 4 == 2 ? words[2]
+                                                : words[3];
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    int32_t row = lane / 4 + j / 2 * 8;
+                    int32_t position = position_of(p, u, row);
+                    uint32_t half = j % 2 == 0 ? pair & 0xffffu : pair >> 16;
+                    if (is_unusual(half) && row < u.n_rows && key <= position &&
+                        key >= qkv_cuda_first_key(p, position)) {
+                        uint32_t weights = s.weights[row * WEIGHT_STRIDE + (key - chunk) / 2];
+                        uint32_t weight = key % 2 == 0 ? weights << 16 : weights & 0xffff0000u;
+                        o[i][j] += qkv_f32_from_bits(weight) * qkv_f32_from_bits(half << 16);
+                    }
+                }
+            }
+        }
+    }
+}
+
 /* ---- one block ---- */
 
 static __device__ void lay_out(const struct qkv_cuda_attn_params &p, uint32_t *memory,
@@ -366,12 +417,14 @@ run_chunk(const struct qkv_cuda_attn_params &p, const struct unit &u, const stru
     }
     for (int32_t first = first_tile; first < stop; first += QKV_CUDA_TILE) {
         __syncthreads();
-        load_values(p, u, s, first, stop);
-        __syncthreads();
+        int unusual = __syncthreads_or(load_values(p, u, s, first, stop));
         int32_t first_step = start > first ? (start - first) / 16 : 0;
         int32_t end_step =
             stop - first < QKV_CUDA_TILE ? (stop - first + 15) / 16 : QKV_CUDA_TILE / 16;
         add_values<N>(p, s, (first - chunk) / 2, first_step, end_step, o);
+        if (unusual) {
+            add_unusual<N>(p, u, s, chunk, first, stop, o);
+        }
     }
 }
 

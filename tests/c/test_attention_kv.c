@@ -8,7 +8,7 @@
 #include "backend/backend.h"
 #include "base/half.h"
 #include "check.h"
-#include "dispatch.h"
+#include "kernel_backend.h"
 #include "kv/kv_codec.h"
 
 enum {
@@ -120,9 +120,9 @@ static struct qkv_kv *new_pool(const struct machine *m, const struct shape *s, s
 static struct machine machine_open(const struct shape *s, const struct setup *setup)
 {
     struct qkv_error err;
-    struct machine m = {.be = qkv_cpu_backend()};
+    struct machine m = {.be = kernel_backend()};
     struct qkv_device_options options = {
-        .n_threads = setup->n_threads, .compute = setup->compute, .isa = setup->isa};
+        .n_threads = setup->n_threads, .compute = setup->compute, .isa = kernel_isa(setup->isa)};
     size_t n_rows = 2 * N_TOKENS;
     CHECK_OK(m.be->open(&err, &options, &m.dev), err);
     CHECK_OK(m.be->buffer_create(&err, m.dev, n_rows * (size_t)row_dim(s) * sizeof(float), &m.qkv),
@@ -350,8 +350,9 @@ static void check_values(const struct shape *s, struct setup *setup, const float
     double *expected = reference(s, setup, rows);
     /* fp32 sums of a few hundred terms; in bf16 the weights are rounded, too. */
     double bound = setup->compute == QKV_COMPUTE_F32 ? 3e-6 : 3e-3;
-    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
-        if (!isa->usable() || (s->window == 0 && is_slow(isa))) {
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
+        if (!isa->usable() || (s->window == 0 && is_slow(isa)) ||
+            (setup->compute == QKV_COMPUTE_F32 && !on_cpu())) {
             continue;
         }
         setup->isa = isa->name;
@@ -413,19 +414,19 @@ static void check_cuts(const char *isa, const struct shape *s, struct pair pair,
         run(s, &setup, rows, out, NULL);
         check_same(s, out, expected, isa, pair, "chunk", CHUNKS[i]);
     }
-    setup.compute = QKV_COMPUTE_F32;
+    setup.compute = on_cpu() ? QKV_COMPUTE_F32 : QKV_COMPUTE_BF16;
     setup.quantize_q = true;
     run(s, &setup, rows, expected, NULL);
     setup.chunk = 23;
     run(s, &setup, rows, out, NULL);
-    check_same(s, out, expected, isa, pair, "float32, fp8 queries, chunk", 23);
+    check_same(s, out, expected, isa, pair, "fp8 queries, chunk", 23);
     free(expected);
     free(out);
 }
 
 static void test_cuts(void)
 {
-    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         const struct shape *s = &SHAPES[is_slow(isa) || strcmp(isa->name, "avx2") == 0 ? 1 : 2];
         float *rows = random_rows(s, N_TOKENS, 2);
         for (int p = 0; isa->usable() && p < N_PAIRS; p += is_slow(isa) ? 4 : 1) {
@@ -451,7 +452,7 @@ static void test_later_tokens_do_not_matter(void)
         k[N_KV_HEADS * s->k_dim + head * s->v_dim + 7] = NAN;
         k[row_dim(s) + N_KV_HEADS * s->k_dim + head * s->v_dim] = INFINITY; /* the next token */
     }
-    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         for (int p = 0; isa->usable() && p < N_PAIRS; p++) {
             struct setup setup = {
                 .isa = isa->name, .pair = PAIRS[p], .n_threads = 1, .page_step = 1};
@@ -511,7 +512,7 @@ static void test_stochastic_rounding_is_the_same_everywhere(void)
     float *rows = random_rows(&s, N_TOKENS, 8);
     float *out = new_out(&s);
     struct setup setup = {.pair = {QKV_KV_BF16_SR, QKV_KV_BF16_SR}};
-    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         for (int run_index = 0; isa->usable() && run_index < 2; run_index++) {
             setup.isa = isa->name;
             setup.n_threads = 1 + run_index;
@@ -594,7 +595,7 @@ static void test_counts(void)
     rows[5 * row_dim(s) + N_HEADS * s->k_dim] = 1e6f;       /* a key that is clipped */
     rows[6 * row_dim(s) + N_HEADS * s->k_dim + 1] = 1e-12f; /* and one that is flushed */
     rows[7 * row_dim(s) + row_dim(s) - 1] = -1e7f;          /* a value */
-    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         for (int p = 0; isa->usable() && p < N_PAIRS; p++) {
             struct setup setup = {.isa = isa->name,
                                   .pair = PAIRS[p],
@@ -661,7 +662,7 @@ static void test_histograms(void)
     float *rows = random_rows(s, N_TOKENS, 5);
     float *out = new_out(s);
     float *observed = new_out(s);
-    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         for (int n_threads = 1; isa->usable() && n_threads <= 3; n_threads++) {
             struct setup setup = {.isa = isa->name,
                                   .pair = PAIRS[0],
@@ -692,7 +693,7 @@ static void test_odd_queries(void)
     }
     rows[5 * row_dim(s)] = INFINITY;
     rows[6 * row_dim(s)] = NAN;
-    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         if (!isa->usable()) {
             continue;
         }

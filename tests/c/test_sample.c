@@ -6,7 +6,7 @@
 #include "backend/backend.h"
 #include "base/philox.h"
 #include "check.h"
-#include "dispatch.h"
+#include "kernel_backend.h"
 
 /* ---- running the backend ---- */
 
@@ -21,8 +21,8 @@ struct machine {
 static struct machine machine_open(const char *isa, int32_t n_threads)
 {
     struct qkv_error err;
-    struct machine m = {.be = qkv_cpu_backend()};
-    struct qkv_device_options options = {.n_threads = n_threads, .isa = isa};
+    struct machine m = {.be = kernel_backend()};
+    struct qkv_device_options options = {.n_threads = n_threads, .isa = kernel_isa(isa)};
     CHECK_OK(m.be->open(&err, &options, &m.dev), err);
     return m;
 }
@@ -240,7 +240,7 @@ static void check_report(struct machine *m, const float *x, int32_t n)
 static void test_report(void)
 {
     static const int32_t SIZES[] = {1, 2, 15, 16, 17, 255, 1000, 49152, 150001};
-    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         if (!isa->usable()) {
             continue;
         }
@@ -456,7 +456,7 @@ static void test_large_vocabulary(void)
 {
     enum { N = 150001 };
     float *x = random_logits(N, 3.0f, 77);
-    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         if (!isa->usable() || strcmp(isa->name, "scalar") == 0) {
             continue;
         }
@@ -493,6 +493,7 @@ static void test_distribution(void)
         rows[i].position = i / 20;
     }
     CHECK_OK(m.be->sample(&err, m.dev, logits, N, rows, DRAWS, &out), err);
+    CHECK_OK(m.be->sync(&err, m.dev), err);
     double total = 0.0;
     double chi2 = 0.0;
     int32_t counts[N] = {0};
