@@ -3,6 +3,7 @@ the decode weights, whatever the batch, and only pages of prompts are shared."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,8 @@ from core_runs import (
     run,
     run_row,
 )
-from qkv import _core
+from qkv import _core, digests
+from qkv.comparison import settings
 from ref import forward, make_tiny
 
 SMALL = 192
@@ -299,7 +301,9 @@ def test_a_name_makes_a_second_set(tiny: Callable[..., Path]) -> None:
         assert memory["weights"] == alone["weights"] + memory["prefill_weights"]
         assert engine._prefill is not None
         ends = 2 * _core.packed_bytes("BF16", 512, 128)
-        assert memory["prefill_weights"] == engine._prefill.n_bytes - ends
+        assert memory["prefill_weights"] == engine._prefill.n_bytes
+        with qkv.Engine(model, quantization="fp8", kv_tokens=256) as whole:
+            assert memory["prefill_weights"] == whole.memory()["weights"] - ends
         # One more row of hidden states for each of a step's.
         assert memory["activations"] == alone["activations"] + (512 + 64) * 128 * 4
         (output,) = engine.generate([PROMPT], qkv.SamplingParams(max_tokens=8), progress=False)
@@ -310,6 +314,59 @@ def test_a_name_makes_a_second_set(tiny: Callable[..., Path]) -> None:
         assert engine.info["prefill"]["online_quantization"] is None
     with qkv.Engine(model, kv_tokens=256, prefill_quantization="unquant") as engine:
         assert engine.info["prefill"] is None  # the same weights
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts"),
+    [
+        (None, "fp8_block"),
+        (None, "unquant"),
+        ("fp8", "unquant"),
+        ("nvfp4", None),
+        ("mlx_q4", "w8a8_int8"),
+        ("bitsandbytes", "mlx_q8"),
+        ("mxfp4", "mxfp8"),
+    ],
+)
+def test_the_plan_is_what_is_held(
+    tiny: Callable[..., Path], name: str | None, prompts: str | None
+) -> None:
+    """From the files to the byte; from the config alone nearly."""
+    model = tiny("llama", hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+    options: dict[str, Any] = {"quantization": name, "prefill_quantization": prompts}
+    with qkv.Engine(model, kv_tokens=64, **options) as engine:
+        held = engine.memory()["weights"]
+    planned = qkv.plan(model, memory_gib=1, **options)
+    assert planned.weights_gib * 2**30 == held
+    two = prompts is not None and (name, prompts) != (None, "unquant")
+    assert any("more for prompts" in note for note in planned.notes) == two
+    config = json.loads((model / "config.json").read_text())
+    estimated = qkv.plan(config, memory_gib=1, **options).weights_gib * 2**30
+    assert estimated == pytest.approx(held, rel=0.03)  # norms, and padding of narrow matrices
+
+
+def test_what_cannot_be_planned(tiny: Callable[..., Path]) -> None:
+    model = tiny("llama")
+    config = json.loads((model / "config.json").read_text())
+    with pytest.raises(ValueError, match="give the checkpoint, or weights_gib"):
+        qkv.plan(config, memory_gib=1, prefill_quantization=model)
+    with pytest.raises(ValueError, match="weights_gib says"):
+        qkv.plan(config, memory_gib=1, weights_gib=0.1, quantization="int4")
+    with pytest.raises(qkv.UnsupportedError, match="awq"):
+        qkv.plan(model, memory_gib=1, quantization="awq")
+
+
+def test_a_comparison_knows_the_weights_of_prompts(pair: tuple[Path, Path]) -> None:
+    """By name, or by what stands in the other checkpoint."""
+    a, b = pair
+    for given, has_digest in ((a, True), ("int8", False)):
+        plan = settings.plan(
+            b, ("bf16", "fp8_e4m3"), ["gsm8k"], limit=1, margin=0.01, control=False, grid=True,
+            chat=False, rerun_items=0, engine_options={"prefill_quantization": given},
+        )  # fmt: skip
+        header = json.loads(json.dumps(plan.header()))["settings"]
+        assert header["prefill_quantization"] == str(given)
+        assert (header.get("prefill_quantization_digest") == digests.of_path(str(a))) == has_digest
 
 
 def test_int8_activations_need_integers_in_one_set(tiny: Callable[..., Path]) -> None:

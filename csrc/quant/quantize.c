@@ -513,7 +513,7 @@ static bool plan_work(struct work *w)
 bool qkv_target_matrix(const struct qkv_target *target, int64_t n_out, int64_t k_in,
                        struct qkv_matrix *out)
 {
-    static const uint8_t SOMETHING = 0; /* stands for data that nobody reads */
+    static const uint8_t ZEROS[sizeof(float)] = {0}; /* every scale: one element for all of them */
     const struct qkv_matrix source = {.name = "planned", .n_out = n_out, .k_in = k_in};
     struct qkv_quantized made = {0};
     struct work w = {.source = &source, .target = target, .out = &made};
@@ -522,10 +522,13 @@ bool qkv_target_matrix(const struct qkv_target *target, int64_t n_out, int64_t k
     }
     describe(&w);
     *out = made.matrix;
-    out->codes.data = &SOMETHING;
-    out->scale.data = &SOMETHING;
-    out->min.data = target->kind == QKV_TARGET_AFFINE ? &SOMETHING : NULL;
-    out->factor.data = target->kind == QKV_TARGET_NVFP4 ? &SOMETHING : NULL;
+    out->codes.data = ZEROS; /* which a form does not depend on */
+    out->scale.data = ZEROS;
+    out->scale.rows_per = (int32_t)n_out;
+    out->scale.row_stride = 0;
+    out->scale.group_stride = 0;
+    out->min.data = target->kind == QKV_TARGET_AFFINE ? ZEROS : NULL;
+    out->factor.data = target->kind == QKV_TARGET_NVFP4 ? ZEROS : NULL;
     return true;
 }
 

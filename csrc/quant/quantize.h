@@ -64,8 +64,8 @@ bool qkv_target_from_name(const char *name, struct qkv_target *out);
 /* The code of the result's form. */
 enum qkv_code qkv_target_code(const struct qkv_target *target);
 
-/* A result's shape and layout, without data: for planning (qkv_cpu_packed_bytes). False where
- * quantizing [n_out, k_in] would be QKV_ERR_UNSUPPORTED. */
+/* What has the form of a result and no data: for planning (qkv_cpu_packed_bytes), not for reading.
+ * False where quantizing [n_out, k_in] would be QKV_ERR_UNSUPPORTED. */
 bool qkv_target_matrix(const struct qkv_target *target, int64_t n_out, int64_t k_in,
                        struct qkv_matrix *out);
 

@@ -46,6 +46,14 @@ def of_model(checkpoint: _core.Checkpoint) -> str:
     return of_files([*files, config] if checkpoint.folder and config.is_file() else files)
 
 
+def of_path(path: str) -> str:
+    checkpoint = _core.Checkpoint(path)
+    try:
+        return of_model(checkpoint)
+    finally:
+        checkpoint.close()
+
+
 def of_text(*parts: str) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for part in parts:
@@ -78,11 +86,11 @@ def of_engine(engine: Engine) -> dict[str, Any]:
     info = engine.info
     names = ("compute_dtype", "activation_quant", "query_dtype", "device", "max_model_len")
     settings = {name: info[name] for name in names} | _weights(info)
-    models = {"model": _of_path(info["model"])}
+    models = {"model": of_path(info["model"])}
     prefill = info["prefill"]
     settings["prefill"] = None if prefill is None else _weights(prefill)
     if prefill is not None:
-        models["prefill"] = _of_path(prefill["model"])
+        models["prefill"] = of_path(prefill["model"])
     tokenizer = engine._text_tokenizer
     settings["tokenizer"] = None if tokenizer is None else of_tokenizer(tokenizer)
     settings["kv_cache"] = [
@@ -101,14 +109,6 @@ def _weights(facts: Mapping[str, Any]) -> dict[str, Any]:
         "fp8_gemm_backend": facts["fp8_gemm_backend"]["taken"],
         "fp4_gemm_backend": facts["fp4_gemm_backend"]["taken"],
     }
-
-
-def _of_path(path: str) -> str:
-    checkpoint = _core.Checkpoint(path)
-    try:
-        return of_model(checkpoint)
-    finally:
-        checkpoint.close()
 
 
 def _formats(lane: Lane) -> list[str]:

@@ -275,11 +275,15 @@ def packed_bytes(
     return total
 
 
+def is_end(weight: str) -> bool:
+    """Whether it is the embedding or the head, by its name in safetensors or GGUF."""
+    return weight.split(".")[-2:-1] in (["embed_tokens"], ["lm_head"], ["token_embd"], ["output"])
+
+
 def _made(weight: str, target: str, shape: tuple[int, ...], float32: bool) -> int | None:
     """Bytes of what is made of a weight while loading; None where it stays as it is: embedding and
     head (but for MLX's targets), and rows that the target's groups do not divide."""
-    is_end = weight.split(".")[-2:-1] in (["embed_tokens"], ["lm_head"], ["token_embd"], ["output"])
-    if not target or len(shape) < 2 or (is_end and not target.startswith("mlx")):
+    if not target or len(shape) < 2 or (is_end(weight) and not target.startswith("mlx")):
         return None
     try:
         return _packed(target, shape, float32)

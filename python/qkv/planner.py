@@ -16,9 +16,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from . import _core, models, options
+from . import _core, models, options, weight_set
 from .params import integer
-from .quantization import detect, forms
+from .quantization import METHODS
 
 GIB = 2**30
 _MOST_GIB = 2**30
@@ -267,21 +267,38 @@ def _ffn_weights(config: Mapping[str, Any], n_layers: int) -> int:
     return n_dense * 3 * hidden * ffn + (n_layers - n_dense) * sparse
 
 
-def weight_bytes(config: Mapping[str, Any]) -> int:
-    """Estimated from the config: linear layers in the declared format, the tables in 2 bytes, but
-    MLX's, which are quantized, too."""
-    config = _language_model(config)
-    shape = kv_shape(config)
-    n_layers = len(shape.layers)
-    matrices = _attention_weights(config, shape) + _ffn_weights(config, n_layers)
+def _target(quantization: str | None) -> str:
+    return "" if quantization is None else METHODS[quantization].target
+
+
+def _made_bytes(quantization: str | None) -> float | None:
+    """Bytes per weight of what a name makes of 16 bits; None if it makes nothing."""
+    target = _target(quantization)
+    side = 4096  # all groups divide it
+    return _core.packed_bytes(target, side, side) / side**2 if target else None
+
+
+def _n_table_weights(config: Mapping[str, Any]) -> int:
     # transformers leaves the key out where it is the architecture's own default.
     tied = config.get("tie_word_embeddings")
     if tied is None:
         tied = str(config.get("model_type", "")).startswith("gemma")
-    tables = _need(config, "vocab_size") * _need(config, "hidden_size") * (1 if tied else 2)
-    n_bytes = _bytes_per_weight(config)
+    return _need(config, "vocab_size") * _need(config, "hidden_size") * (1 if tied else 2)
+
+
+def weight_bytes(config: Mapping[str, Any], quantization: str | None = None) -> int:
+    """Estimated from the config: linear layers in the declared format, or in what `quantization`
+    makes of them, the tables in 2 bytes, but MLX's, which are quantized, too."""
+    config = _language_model(config)
+    shape = kv_shape(config)
+    n_layers = len(shape.layers)
+    matrices = _attention_weights(config, shape) + _ffn_weights(config, n_layers)
+    tables = _n_table_weights(config)
+    made = _made_bytes(quantization)
+    n_bytes = _bytes_per_weight(config) if made is None else made
     quantized = _section(config, "quantization_config") or _section(config, "quantization")
     is_mlx = "bits" in quantized and not quantized.get("quant_method")
+    is_mlx = is_mlx or _target(quantization).startswith("mlx")
     return int(matrices * n_bytes) + int(tables * (n_bytes if is_mlx else 2))
 
 
@@ -323,17 +340,52 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return config
 
 
-def _weights(checkpoint: _core.Checkpoint) -> tuple[int, str]:
-    """Bytes of the weights as the engine will hold them, and why that is only as in the files where
-    it will not load them."""
-    tensors = checkpoint.tensors()
+@dataclass(frozen=True)
+class _Choice:
+    """What is made of the weights: as Engine has it."""
+
+    quantization: str | None = None
+    prefill: str | os.PathLike[str] | None = None
+
+    def __bool__(self) -> bool:
+        return self.quantization is not None or self.prefill is not None
+
+
+def _weights(checkpoint: _core.Checkpoint, path: str, choice: _Choice) -> tuple[int, list[str]]:
+    """Bytes of the weights as the engine will hold them, and what is to be said of them: why that
+    is only as in the files where it will not load them."""
     try:
-        found = detect(checkpoint)
-        packed = forms(checkpoint, found)
+        decode = weight_set.read(checkpoint, path, choice.quantization, "bf16")
+        prefill = weight_set.for_prompts(choice.prefill, decode, "bf16")
     except _core.Error as error:
-        return sum(entry[3] for entry in tensors), f"weights as in the files: {error}"
-    n_bytes = options.packed_bytes(tensors, compute_dtype="bf16", forms=packed, taken=found.taken)
-    return n_bytes, ""
+        if choice:
+            raise
+        n_bytes = sum(entry[3] for entry in checkpoint.tensors())
+        return n_bytes, [f"weights as in the files: {error}"]
+    if prefill is None:
+        return decode.n_bytes, []
+    return decode.n_bytes + prefill.n_bytes, [_both(decode.n_bytes, prefill.n_bytes)]
+
+
+def _both(decode: int, prefill: int) -> str:
+    return f"weights: {decode / GIB:.2f} GiB, and {prefill / GIB:.2f} GiB more for prompts"
+
+
+def _estimated(config: Mapping[str, Any], choice: _Choice) -> tuple[int, list[str]]:
+    """The same from a config alone."""
+    prefill = choice.prefill
+    if prefill is not None and prefill not in METHODS:
+        raise ValueError(
+            f"prefill_quantization={os.fspath(prefill)!r}: from a config alone only a name can be "
+            "planned; give the checkpoint, or weights_gib"
+        )
+    decode = weight_bytes(config, choice.quantization)
+    if prefill is None or _target(os.fspath(prefill)) == _target(choice.quantization):
+        return decode, []
+    second = weight_bytes(config, os.fspath(prefill))
+    if not any(_target(n).startswith("mlx") for n in (choice.quantization, os.fspath(prefill))):
+        second -= 2 * _n_table_weights(_language_model(config))  # there once
+    return decode + second, [_both(decode, second)]
 
 
 @dataclass(frozen=True)
@@ -342,10 +394,10 @@ class _Source:
     shape: KvShape
     config: Mapping[str, Any] | None  # None: GGUF, whose weights are counted
     n_bytes: int  # of the weights in files; 0: there are none
-    note: str = ""  # what is to be said of n_bytes
+    notes: tuple[str, ...] = ()  # what is to be said of n_bytes
 
 
-def _read_model(model: str | os.PathLike[str]) -> _Source:
+def _read_model(model: str | os.PathLike[str], choice: _Choice) -> _Source:
     """A folder, a config.json, a GGUF file, a hub name, "demo"."""
     path = Path(models.resolve(model))
     config_path = path / "config.json" if path.is_dir() else path
@@ -358,7 +410,8 @@ def _read_model(model: str | os.PathLike[str]) -> _Source:
     checkpoint = _core.Checkpoint(str(path))
     try:
         shape = kv_shape(config) if config else _gguf_shape(checkpoint.metadata())
-        return _Source(path.name, shape, config, *_weights(checkpoint))
+        n_bytes, notes = _weights(checkpoint, str(path), choice)
+        return _Source(path.name, shape, config, n_bytes, tuple(notes))
     finally:
         checkpoint.close()
 
@@ -551,6 +604,8 @@ def plan(
     *,
     memory_gib: float,
     weights_gib: float | None = None,
+    quantization: str | None = None,
+    prefill_quantization: str | os.PathLike[str] | None = None,
     mem_fraction: float = 0.85,
     kv_cache_dtypes: Sequence[str | Mapping[str, Any]] = KV_DTYPES,
     input_tokens: int = 512,
@@ -562,20 +617,29 @@ def plan(
     model_or_config: a folder, a config.json, a .gguf file, or the config as a dictionary.
     weights_gib: what loading takes. By default counted from the files, as this engine packs them,
         else estimated from the config and the weight format that it declares.
+    quantization, prefill_quantization: what is made of them while loading, and a second set for
+        prompts, as Engine takes them.
     kv_cache_dtypes: names, or mappings as Engine takes them; "fp8_ds_mla" for models with MLA.
 
-    ValueError for a config that does not say enough, or if the weights alone leave no room."""
+    ValueError for a config that does not say enough, or if the weights alone leave no room; of the
+    two options, what Engine raises."""
+    options.check_quantization(quantization, prefill_quantization)
+    choice = _Choice(quantization, prefill_quantization)
+    if weights_gib is not None and choice:
+        raise ValueError("weights_gib says what loading takes, whatever it is made of: give one")
     _check(memory_gib, weights_gib, mem_fraction, input_tokens, output_tokens, page_tokens)
     if isinstance(model_or_config, Mapping):
         name = str(model_or_config.get("_name_or_path") or "config")
         source = _Source(name, kv_shape(model_or_config), model_or_config, 0)
     else:
-        source = _read_model(model_or_config)
+        source = _read_model(model_or_config, choice)
     weights_from = "given" if weights_gib is not None else "files"
+    weight_notes = [*source.notes]
     if weights_gib is None:
         n_bytes = source.n_bytes
         if not n_bytes and source.config is not None:
-            n_bytes, weights_from = weight_bytes(source.config), "config"
+            n_bytes, weight_notes = _estimated(source.config, choice)
+            weights_from = "config"
         weights_gib = n_bytes / GIB
     pool_gib = memory_gib - weights_gib - memory_gib * (1.0 - mem_fraction)
     if pool_gib <= 0.0:
@@ -609,5 +673,5 @@ def plan(
         bytes_per_token=bytes_per_token,
         tokens=tokens,
         requests={kv: n // per_request for kv, n in tokens.items()},
-        notes=(*_notes(source.shape, n_tokens), *([source.note] if source.note else [])),
+        notes=(*_notes(source.shape, n_tokens), *weight_notes),
     )

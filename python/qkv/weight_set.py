@@ -106,4 +106,17 @@ def for_prompts(
     if carried:
         note = "its scales of the KV cache are not used: both phases use those of the model"
         found.summary["notes"].append(note)
-    return found
+    return replace(found, n_bytes=found.n_bytes - _shared_bytes(found, decode, compute_dtype))
+
+
+def _shared_bytes(found: WeightSet, decode: WeightSet, compute_dtype: str) -> int:
+    """Of plain embeddings and heads of the same files, which the backend holds once."""
+    targets = (found.target, decode.target)
+    if found.path != decode.path or any(target.startswith("mlx") for target in targets):
+        return 0
+    ends = [
+        entry
+        for entry in found.tensors
+        if options.is_end(entry[0]) and entry[0] not in found.detected.taken
+    ]
+    return options.packed_bytes(ends, compute_dtype=compute_dtype)

@@ -3,6 +3,7 @@
 #include <float.h>
 #include <math.h>
 
+#include "backend/backend.h"
 #include "base/half.h"
 #include "base/threads.h"
 #include "check.h"
@@ -399,5 +400,42 @@ static void test_affine(void)
     qkv_quantized_free(&q);
 }
 
+/* What is planned has the form of what is made, and reads nothing beyond what is there. */
+static void test_planned_form(void)
+{
+    enum { N_OUT = 40, K_IN = 384 };
+    float *x = random_floats((size_t)N_OUT * K_IN);
+    const struct qkv_matrix source = plain(x, N_OUT, K_IN);
+    for (int t = 0; t < N_TARGETS; t++) {
+        const struct qkv_target target = target_of(TARGETS[t]);
+        struct qkv_error err;
+        struct qkv_quantized q;
+        struct qkv_matrix planned;
+        struct qkv_form made;
+        struct qkv_form form;
+        CHECK_OK(qkv_quantize_matrix(&err, &source, &target, NULL, &q), err);
+        CHECK(qkv_target_matrix(&target, N_OUT, K_IN, &planned));
+        qkv_matrix_form(&q.matrix, &made);
+        qkv_matrix_form(&planned, &form);
+        CHECK_EQ_INT(form.code, made.code);
+        CHECK_EQ_INT(form.group, made.group);
+        CHECK_EQ_INT(form.block, made.block);
+        CHECK_EQ_INT(form.scale, made.scale);
+        CHECK_EQ_INT(form.min, made.min);
+        CHECK_EQ_INT(form.row_scale, made.row_scale);
+        CHECK(memcmp(form.table, made.table, sizeof form.table) == 0);
+        const uint64_t n_bytes = qkv_cpu_packed_bytes(&q.matrix, QKV_COMPUTE_BF16);
+        CHECK(n_bytes > 0 && qkv_cpu_packed_bytes(&planned, QKV_COMPUTE_BF16) == n_bytes);
+        qkv_quantized_free(&q);
+    }
+    free(x);
+    struct qkv_target target = target_of("int4");
+    struct qkv_matrix none;
+    CHECK(!qkv_target_matrix(&target, 8, 100, &none)); /* groups of 128 */
+    CHECK(!qkv_target_matrix(&target, 0, 128, &none));
+    CHECK(!qkv_target_matrix(&target, 8, INT64_MAX, &none));
+}
+
 CHECK_MAIN(test_sizes, test_groups_can_be_chosen, test_extremes, test_not_finite,
-           test_groups_that_do_not_fit, test_threads_do_not_matter, test_of_quantized, test_affine)
+           test_groups_that_do_not_fit, test_threads_do_not_matter, test_of_quantized, test_affine,
+           test_planned_form)

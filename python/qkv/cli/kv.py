@@ -76,6 +76,9 @@ def add_plan(verbs: Any) -> None:
     add("--memory-gib", type=float, metavar="GIB",
         help="free before the weights load (default: what is free here now)")  # fmt: skip
     add("--weights-gib", type=float, metavar="GIB", help="default: from the files or the config")
+    add("--quantization", metavar="NAME", help="what the weights are quantized to while loading")
+    add("--prefill-quantization", metavar="NAME",
+        help="other weights for prompts: such a name, or another checkpoint")  # fmt: skip
     add("--mem-fraction-static", "--mem-fraction", type=float, default=0.85, metavar="F",
         help="of the free memory, for weights and KV cache together (default: 0.85)")  # fmt: skip
     add("--kv-cache-dtype", metavar="DTYPE",
@@ -98,6 +101,8 @@ def _plan(args: argparse.Namespace) -> int:
         args.model,
         memory_gib=memory,
         weights_gib=args.weights_gib,
+        quantization=args.quantization,
+        prefill_quantization=args.prefill_quantization,
         mem_fraction=args.mem_fraction_static,
         kv_cache_dtypes=kinds,
         input_tokens=args.input_tokens,

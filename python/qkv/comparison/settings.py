@@ -13,6 +13,7 @@ from typing import Any
 from .. import _core, digests, kv_scales, models, options
 from ..engine import Engine, load_tokenizer
 from ..params import flag, integer
+from ..quantization import METHODS
 from ..tasks import Task
 from ..tasks import task as named_task
 from ..tasks.needle import LENGTHS, MAX_TOKENS, needle
@@ -113,6 +114,10 @@ class Plan:
                 settings["quantization_param_path"]
             )
             settings["quantization_param_digest"] = digests.of_files([Path(path)])
+        prefill = settings.get("prefill_quantization")
+        if prefill is not None and prefill not in METHODS:
+            settings["prefill_quantization"] = os.fspath(prefill)
+            settings["prefill_quantization_digest"] = digests.of_path(models.resolve(prefill))
         return {
             "settings": settings,
             "environment": digests.environment(
