@@ -180,6 +180,21 @@ def test_goes_on_where_it_was(engine: qkv.Engine, tmp_path: Path) -> None:
     assert sorted(out.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())
 
 
+def test_what_is_done_is_written_before_more_is_read(engine: qkv.Engine, tmp_path: Path) -> None:
+    """It was not: rows that were done waited for as long as the input took for its next ones."""
+    out, window = tmp_path / "out.jsonl", 4 * OPTIONS["max_running"]
+    written: list[int] = []
+
+    def rows() -> Iterator[str]:
+        for number in range(100):
+            written.append(out.read_bytes().count(b"\n"))
+            assert written[-1] > number - window
+            yield f"The {number}"
+
+    run(engine, rows(), out)
+    assert len(written) == 100
+
+
 def test_a_hook_sees_the_place_in_the_input(engine: qkv.Engine, tmp_path: Path) -> None:
     """It once was the place among the rows that were still to be done: references that are a list
     would have gone to other rows after a crash."""

@@ -174,18 +174,21 @@ class Run:
         """Outputs as they finish. Whatever ends this, nothing stays behind in the engine."""
         try:
             while True:
-                with self._engine._exclusive():
-                    self._fill()
+                # Before more is read: reading may take long, and what is done is to be kept.
                 while self._done:
                     output = self._done[0]
                     self._hook(output)  # an interrupt in it does not lose the row
                     self._done.popleft()
                     self._progress.rows()
                     yield output
+                with self._engine._exclusive():
+                    self._fill()
+                if self._done:  # rows that were not started
+                    continue
                 if self._rows:
                     with self._engine._exclusive():
                         self._progress.step(self._engine._pump())
-                elif self._exhausted and not self._done:
+                elif self._exhausted:
                     finish = getattr(self._on_finish, "finish", None)
                     if finish is not None:
                         finish(self._engine)
