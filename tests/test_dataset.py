@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -359,7 +360,8 @@ def test_a_small_disk(engine: qkv.Engine, tmp_path: Path) -> None:
     disk, rows, whole = tmp_path / "disk", some(100), tmp_path / "whole.jsonl"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", str(disk)]
-    if subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode:
+    allowed = shutil.which("mount") is not None
+    if not allowed or subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode:
         pytest.skip("mounting a file system is not allowed here")
     try:
         run(engine, rows, whole)
