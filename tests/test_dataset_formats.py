@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,6 +56,7 @@ def test_csv(tmp_path: Path) -> None:
     assert found[1] == source.Bad("line 5: 1 fields, the header has 2")
     assert isinstance(found[2], source.Bad) and found[2].reason.startswith("line 6: not valid CSV")
     assert found[3] == {"id": "d", "prompt": "last"}
+    assert source.open_source(path).count() == 4
     path.write_text("a,a\n1,2\n")
     with pytest.raises(qkv.Error, match="stands twice in the header"):
         rows_of(path)
@@ -254,6 +256,7 @@ def test_parquet_in_and_out(engine: qkv.Engine, tmp_path: Path) -> None:
         assert summary.before == before
         stamp = out.stat().st_mtime_ns
     table = parquet.read_table(out)
+    assert table.schema.field("error").type == pyarrow.string()
     found = {row["id"]: row for row in table.to_pylist()}
     journal = [json.loads(line) for line in (tmp_path / "out.parquet.jsonl").open()]
     assert found == {row["id"]: row for row in journal} and len(found) == 30
@@ -408,6 +411,20 @@ def test_command(
     assert json.loads(capsys.readouterr().out)["rows"] == 2
 
 
+def test_a_hook_of_the_command(
+    tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "def length(output):\n    return {'length': len(output.text)}\n"
+    Path("a_grader.py").write_text(code)
+    Path("in.txt").write_text("The fox\n")
+    args = command(tiny, "in.txt", "out.jsonl", "--on-finish", "a_grader:length", "--no-progress")
+    assert cli.main(args) == 0
+    row = json.loads(Path("out.jsonl").read_text())
+    assert row["score_length"] == len(row["text"])
+    del sys.modules["a_grader"]
+
+
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
@@ -421,6 +438,8 @@ def test_command(
         (["IN", "OUT.jsonl", "--template", "a", "--template-file", "b"], 2, "one of them"),
         (["IN", "OUT.jsonl", "--template-file", "/nowhere"], 2, "/nowhere"),
         (["IN", "OUT.jsonl", "--template", "{{"], 1, "template: "),
+        (["IN", "OUT.jsonl", "--on-finish", "nowhere:x"], 2, "--on-finish nowhere:x: ModuleNot"),
+        (["IN", "OUT.jsonl", "--on-finish", "json"], 2, "--on-finish json: AttributeError"),
         (["IN", "OUT.jsonl", "--on-bad-row", "stop"], 1, "line 2: not valid JSON"),
     ],
 )

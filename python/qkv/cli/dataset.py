@@ -1,13 +1,16 @@
 """qkv generate IN OUT, and qkv merge."""
 
 import argparse
+import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from .. import dataset
 from ..dataset.sink import OUTPUTS
 from ..dataset.source import INPUTS
+from ..run import Hook, described
 from .arguments import FORMATTER, Problem, engine_arguments, kv_cache_dtype, sampling
 from .rows import json_option, print_json
 
@@ -38,6 +41,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="sampling parameters of each row (default: params)")  # fmt: skip
     add("--columns", metavar="A,B", help="input columns that are kept (default: all; '': none)")
     add("--token-ids", action="store_true", help="write token ids, too")
+    add("--on-finish", metavar="MODULE:NAME",
+        help="a function of the output, in a module of this folder or an installed one; what it "
+        "returns, a mapping, becomes columns score_...")  # fmt: skip
     add("--on-bad-row", choices=("error", "skip", "stop"), default="error",
         help="a line that is no row becomes a row with an error, is left out, or stops before any "
         "work (default: error)")  # fmt: skip
@@ -50,7 +56,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 #: What only a data set has: the options above, with their defaults.
 _OWN = ("prompt_column", "template", "template_file", "system", "id_column", "params_column",
-        "columns", "token_ids", "retry_errors", "restart", "shard", "log_json")  # fmt: skip
+        "columns", "token_ids", "on_finish", "retry_errors", "restart", "shard",
+        "log_json")  # fmt: skip
 
 
 def is_asked(args: argparse.Namespace) -> bool:
@@ -87,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
             target,
             sampling(args),
             options=_rows(args),
+            on_finish=_hook(args.on_finish),
             on_bad_row=args.on_bad_row,
             retry_errors=args.retry_errors,
             restart=args.restart,
@@ -131,6 +139,20 @@ def _rows(args: argparse.Namespace) -> dataset.Rows:
         columns=columns,
         token_ids=args.token_ids,
     )
+
+
+def _hook(given: str | None) -> Hook | None:
+    if given is None:
+        return None
+    module, _, name = given.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Hook = getattr(import_module(module), name)
+    except Exception as error:  # of the caller's own code
+        raise Problem(f"--on-finish {given}: {described(error)}") from error
+    finally:
+        sys.path.pop(0)
+    return found
 
 
 def _shard(given: str | None) -> tuple[int, int] | None:

@@ -98,6 +98,8 @@ def _schema(pyarrow: Any, given: Iterator[dict[str, Any]]) -> tuple[Any, set[str
                 as_text.add(name)
                 types[name] = pyarrow.string()
     as_text |= {name for name, kind in types.items() if _has_no_members(pyarrow, kind)}
+    # Nothing but nulls: most that are not there are texts (of our columns: the error).
+    as_text |= {name for name, kind in types.items() if pyarrow.types.is_null(kind)}
     types |= dict.fromkeys(as_text, pyarrow.string())
     return pyarrow.schema(list(types.items())), as_text
 

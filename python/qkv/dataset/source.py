@@ -78,7 +78,7 @@ def _file(path: Path) -> Source:
         ".ndjson": (_of_lines(json.loads), _count_lines),
         ".json": (_of_lines(json.loads), _count_lines),
         ".txt": (_of_lines(text_line), _count_lines),
-        ".csv": (_csv_rows, lambda path: None),
+        ".csv": (_csv_rows, _count_records),
         ".parquet": (lambda path: map(_wrapped, parquet.rows(path)), parquet.count),
     }
     if kind not in INPUTS:
@@ -178,6 +178,16 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                 yield Bad(f"line {start}: {len(fields)} fields, the header has {len(header)}")
             else:
                 yield dict(zip(header, fields, strict=True))
+
+
+def _count_records(path: Path) -> int | None:
+    if not path.is_file():
+        return None
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        try:
+            return max(sum(1 for fields in csv.reader(file) if fields) - 1, 0)
+        except csv.Error:
+            return None
 
 
 def _count_lines(path: Path) -> int | None:
