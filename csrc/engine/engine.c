@@ -236,6 +236,18 @@ enum qkv_status qkv_engine_drop(struct qkv_error *err, struct qkv_engine *engine
     return QKV_OK;
 }
 
+enum qkv_status qkv_engine_limit(struct qkv_error *err, struct qkv_engine *engine,
+                                 int32_t max_running)
+{
+    QKV_TRY(qkv_engine_check_usable(err, engine));
+    if (max_running < 1 || max_running > engine->max_running) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "max_running: %d, must be 1 to %d", (int)max_running,
+                        (int)engine->max_running);
+    }
+    qkv_scheduler_limit(engine->scheduler, max_running);
+    return QKV_OK;
+}
+
 enum qkv_status qkv_engine_flush(struct qkv_error *err, struct qkv_engine *engine)
 {
     QKV_TRY(qkv_engine_check_usable(err, engine));

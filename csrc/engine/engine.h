@@ -169,7 +169,12 @@ enum qkv_status qkv_engine_finish(struct qkv_error *err, struct qkv_engine *engi
 /* Forgets a sequence in any state; its group as above. */
 enum qkv_status qkv_engine_drop(struct qkv_error *err, struct qkv_engine *engine, int64_t id);
 
-/* Empties the prefix trees. */
+/* From the next step on at most so many sequences run, 1 to the max_running that the engine was
+ * opened with. */
+enum qkv_status qkv_engine_limit(struct qkv_error *err, struct qkv_engine *engine,
+                                 int32_t max_running);
+
+/* Empties the prefix trees; the most_* of the counts begin anew. */
 enum qkv_status qkv_engine_flush(struct qkv_error *err, struct qkv_engine *engine);
 
 #endif

@@ -268,9 +268,7 @@ static int32_t count_prefill(const struct qkv_step *plan)
 {
     int32_t n = 0;
     for (int32_t i = 0; i < plan->n_slices; i++) {
-        const struct qkv_seq *seq = plan->slices[i].seq;
-        bool decode = seq->n_cached >= seq->n_prompt && seq->n_cached == seq->n_tokens - 1;
-        n += decode ? 0 : plan->slices[i].n_rows;
+        n += qkv_seq_is_decoding(plan->slices[i].seq) ? 0 : plan->slices[i].n_rows;
     }
     return n;
 }

@@ -47,6 +47,12 @@ struct qkv_seq {
     struct qkv_seq *prev, *next; /* of the list it is in */
 };
 
+/* Past its prompt: one row a step, which no other sequence's prompt takes away from it. */
+static inline bool qkv_seq_is_decoding(const struct qkv_seq *seq)
+{
+    return seq->n_tokens > seq->n_prompt && seq->n_cached == seq->n_tokens - 1;
+}
+
 /* Copies the prompt. 1 <= n_prompt, max_tokens >= 0. */
 enum qkv_status qkv_seq_create(struct qkv_error *err, const int32_t *prompt, int32_t n_prompt,
                                int32_t max_tokens, struct qkv_seq **out);

@@ -319,12 +319,6 @@ static enum qkv_status serve_running(struct qkv_error *err, struct qkv_scheduler
     return QKV_OK;
 }
 
-/* Past its prompt: one row a step, which no other sequence's prompt takes away from it. */
-static bool is_decoding(const struct qkv_seq *seq)
-{
-    return seq->n_tokens > seq->n_prompt && seq->n_cached == seq->n_tokens - 1;
-}
-
 /* ---- Plan: admission ---- */
 
 static enum qkv_status reserve_slices(struct qkv_error *err, struct qkv_scheduler *scheduler,
@@ -461,6 +455,17 @@ static void add_prefill(struct qkv_scheduler *scheduler, struct qkv_seq *seq, in
     }
 }
 
+/* Pages stop a candidate, and so all behind it that max_running would have let run. */
+static void note_short(struct qkv_scheduler *scheduler, int64_t n_passed)
+{
+    int64_t n_waiting = qkv_waiting_count(scheduler->waiting) - n_passed;
+    int64_t n_room = scheduler->options.max_running - scheduler->n_running - n_passed;
+    int64_t n_short = n_waiting < n_room ? n_waiting : n_room;
+    if (n_short > scheduler->most_short) {
+        scheduler->most_short = n_short;
+    }
+}
+
 /* In order, until rows, sequences or pages are used up. Those that wait for a prefix are passed
  * over but keep their claim, on pages as on being one of max_running. */
 static enum qkv_status admit_waiting(struct qkv_error *err, struct qkv_scheduler *scheduler,
@@ -475,6 +480,7 @@ static enum qkv_status admit_waiting(struct qkv_error *err, struct qkv_scheduler
         enum verdict verdict = WAITS_FOR_PAGES;
         QKV_TRY(try_admit(err, scheduler, candidate, &verdict));
         if (verdict == WAITS_FOR_PAGES) {
+            note_short(scheduler, n_passed);
             break;
         }
         if (verdict == WAITS_FOR_PREFIX) {
@@ -495,13 +501,13 @@ static enum qkv_status plan_rows(struct qkv_error *err, struct qkv_scheduler *sc
     int32_t n_left = scheduler->options.chunk_tokens;
     QKV_TRY(reserve_slices(err, scheduler, scheduler->n_running));
     for (struct qkv_seq *seq = scheduler->first_running; seq != NULL; seq = seq->next) {
-        if (is_decoding(seq)) {
+        if (qkv_seq_is_decoding(seq)) {
             add_slice(scheduler, seq, 1);
         }
     }
     scheduler->first_prefill = scheduler->n_slices;
     for (struct qkv_seq *seq = scheduler->first_running; seq != NULL; seq = seq->next) {
-        if (!is_decoding(seq)) {
+        if (!qkv_seq_is_decoding(seq)) {
             add_prefill(scheduler, seq, &n_left);
         }
     }
@@ -521,6 +527,26 @@ static void list_new_pages(struct qkv_scheduler *scheduler)
     scheduler->new_first[scheduler->options.n_lanes] = n_new;
 }
 
+static int64_t count_used_pages(const struct qkv_scheduler *scheduler)
+{
+    int64_t n_used = 0;
+    for (int32_t i = 0; i < scheduler->options.n_lanes; i++) {
+        n_used += scheduler->options.n_pages - available_pages(&scheduler->lanes[i]);
+    }
+    return n_used;
+}
+
+static void note_peaks(struct qkv_scheduler *scheduler)
+{
+    int64_t n_used = count_used_pages(scheduler);
+    if (n_used > scheduler->most_used_pages) {
+        scheduler->most_used_pages = n_used;
+    }
+    if (scheduler->n_running > scheduler->most_running) {
+        scheduler->most_running = scheduler->n_running;
+    }
+}
+
 enum qkv_status qkv_scheduler_plan(struct qkv_error *err, struct qkv_scheduler *scheduler,
                                    struct qkv_step *out)
 {
@@ -533,6 +559,7 @@ enum qkv_status qkv_scheduler_plan(struct qkv_error *err, struct qkv_scheduler *
     QKV_TRY(serve_running(err, scheduler));
     QKV_TRY(plan_rows(err, scheduler));
     list_new_pages(scheduler);
+    note_peaks(scheduler);
     int64_t n_rows = 0;
     for (size_t i = 0; i < scheduler->n_slices; i++) {
         n_rows += scheduler->slices[i].n_rows;
@@ -618,8 +645,17 @@ void qkv_scheduler_finish(struct qkv_scheduler *scheduler, struct qkv_seq *seq)
     seq->state = QKV_SEQ_FINISHED;
 }
 
+void qkv_scheduler_limit(struct qkv_scheduler *scheduler, int32_t max_running)
+{
+    assert(max_running >= 1);
+    scheduler->options.max_running = max_running;
+}
+
 void qkv_scheduler_flush(struct qkv_scheduler *scheduler)
 {
+    scheduler->most_running = 0;
+    scheduler->most_short = 0;
+    scheduler->most_used_pages = 0;
     for (int32_t i = 0; i < scheduler->options.n_lanes; i++) {
         struct qkv_lane *lane = &scheduler->lanes[i];
         for (int32_t page = qkv_radix_evict(lane->tree); page >= 0;
@@ -637,7 +673,10 @@ void qkv_scheduler_counts(const struct qkv_scheduler *scheduler, struct qkv_sche
                                                     scheduler->options.n_pages,
                                          .n_retractions = scheduler->n_retractions,
                                          .n_prefill_rows = scheduler->n_prefill_rows,
-                                         .n_reused_tokens = scheduler->n_reused_tokens};
+                                         .n_reused_tokens = scheduler->n_reused_tokens,
+                                         .most_running = scheduler->most_running,
+                                         .most_short = scheduler->most_short,
+                                         .most_used_pages = scheduler->most_used_pages};
     for (int32_t i = 0; i < scheduler->options.n_lanes; i++) {
         out->n_free_pages += qkv_page_pool_n_free(scheduler->lanes[i].pool);
         out->n_evictable_pages += qkv_radix_n_evictable(scheduler->lanes[i].tree);

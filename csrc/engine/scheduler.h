@@ -25,7 +25,7 @@ struct qkv_scheduler_options {
     int32_t n_lanes;
     int32_t n_pages;      /* per lane */
     int32_t chunk_tokens; /* prefill rows per step */
-    int32_t max_running;  /* sequences, over all lanes */
+    int32_t max_running;  /* sequences, over all lanes; qkv_scheduler_limit() changes it */
     bool prefix_cache;
     bool offline; /* else first come, first served */
 };
@@ -57,6 +57,11 @@ struct qkv_scheduler_counts {
     int64_t n_prefill_rows;  /* ever, recomputation included: all rows but those of a token that
                                 was sampled and has not been in the cache since */
     int64_t n_reused_tokens; /* ever, found in a prefix tree */
+    /* The largest values of a plan since creation or the last flush: */
+    int64_t most_running;
+    int64_t most_short;      /* sequences that max_running and the step's rows would have let run,
+                                and pages did not */
+    int64_t most_used_pages; /* of all lanes, held by running sequences */
 };
 
 enum qkv_status qkv_scheduler_create(struct qkv_error *err,
@@ -92,7 +97,10 @@ enum qkv_status qkv_scheduler_append(struct qkv_error *err, struct qkv_scheduler
  * and commit. State becomes QKV_SEQ_FINISHED; the caller destroys it. */
 void qkv_scheduler_finish(struct qkv_scheduler *scheduler, struct qkv_seq *seq);
 
-/* Drops everything in the prefix trees that no running sequence uses. */
+/* max_running from the next plan on, at least 1. Who runs already goes on. */
+void qkv_scheduler_limit(struct qkv_scheduler *scheduler, int32_t max_running);
+
+/* Drops everything in the prefix trees that no running sequence uses; most_* begin anew. */
 void qkv_scheduler_flush(struct qkv_scheduler *scheduler);
 
 void qkv_scheduler_counts(const struct qkv_scheduler *scheduler, struct qkv_scheduler_counts *out);

@@ -39,6 +39,9 @@ struct qkv_scheduler {
     int64_t n_retractions;
     int64_t n_prefill_rows;
     int64_t n_reused_tokens;
+    int64_t most_running;
+    int64_t most_short;
+    int64_t most_used_pages;
 };
 
 static inline int32_t qkv_pages_for(int64_t n_tokens)

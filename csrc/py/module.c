@@ -111,6 +111,19 @@ static int add_named_tuples(PyObject *module, struct qkv_py_state *state)
             "own are 0, 0 and True; computed and skipped: rows times layers.",
             &state->lane_scores_type);
     }
+    if (result == 0) {
+        result = add_named_tuple(
+            module, factory, "Simulation",
+            "admitted first_token finished cached_tokens retractions seconds n_steps n_prefill "
+            "n_decode n_attended most_running most_short most_used_pages",
+            "What simulate() found, n requests: admitted (the beginning of its first step),\n"
+            "first_token and finished [n] float64, virtual seconds from the start; cached_tokens\n"
+            "(of the prompt, found in the prefix tree at first) and retractions [n] int32; the\n"
+            "whole run's seconds, steps, prompt rows (recomputation included), other rows, tokens\n"
+            "attended to (once for a request and step); the most that ran at a\n"
+            "time, that pages alone kept from running, and pages in use.",
+            &state->simulation_type);
+    }
     Py_DECREF(factory);
     return result;
 }
@@ -145,6 +158,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->step_type);
     Py_VISIT(state->result_type);
     Py_VISIT(state->lane_scores_type);
+    Py_VISIT(state->simulation_type);
     return 0;
 }
 
@@ -160,6 +174,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->step_type);
     Py_CLEAR(state->result_type);
     Py_CLEAR(state->lane_scores_type);
+    Py_CLEAR(state->simulation_type);
     return 0;
 }
 

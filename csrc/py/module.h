@@ -20,6 +20,7 @@ struct qkv_py_state {
     PyObject *step_type; /* named tuples */
     PyObject *result_type;
     PyObject *lane_scores_type;
+    PyObject *simulation_type;
 };
 
 /* Of the module object, or of an object of one of its types. */

@@ -6,6 +6,7 @@
 #include "kv/kv_formats.h"
 #include "py/module.h"
 #include "py/npy.h"
+#include "py/py_simulate.h"
 #include "quant/codec.h"
 #include "quant/formats.h"
 #include "quant/quantize.h"
@@ -231,5 +232,7 @@ PyMethodDef qkv_py_codec_methods[] = {
      "quantize(format, values)\n--\n\nfloat32 of any shape as blocks, uint8 [n], by round to "
      "nearest: for tests and tiny models.\n\nValueError: unknown format, not whole blocks. "
      "UnsupportedError: the format has no codec."},
+    {"simulate", (PyCFunction)(void (*)(void))qkv_py_simulate, METH_VARARGS | METH_KEYWORDS,
+     qkv_py_simulate_doc},
     {NULL, NULL, 0, NULL},
 };

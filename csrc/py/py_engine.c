@@ -204,11 +204,12 @@ static PyObject *engine_counts(PyObject *object, PyObject *unused)
     qkv_engine_counts(engine, &c);
     qkv_py_engine_leave(cast(object));
     return Py_BuildValue(
-        "{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "n_waiting", (long long)c.n_waiting, "n_running",
-        (long long)c.n_running, "n_free_pages", (long long)c.n_free_pages, "n_evictable_pages",
-        (long long)c.n_evictable_pages, "n_pages", (long long)c.n_pages, "n_retractions",
-        (long long)c.n_retractions, "n_prefill_rows", (long long)c.n_prefill_rows,
-        "n_reused_tokens", (long long)c.n_reused_tokens);
+        "{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "n_waiting", (long long)c.n_waiting,
+        "n_running", (long long)c.n_running, "n_free_pages", (long long)c.n_free_pages,
+        "n_evictable_pages", (long long)c.n_evictable_pages, "n_pages", (long long)c.n_pages,
+        "n_retractions", (long long)c.n_retractions, "n_prefill_rows", (long long)c.n_prefill_rows,
+        "n_reused_tokens", (long long)c.n_reused_tokens, "most_running", (long long)c.most_running,
+        "most_short", (long long)c.most_short, "most_used_pages", (long long)c.most_used_pages);
 }
 
 /* ---- steps and results ---- */
@@ -439,6 +440,22 @@ static PyObject *engine_abort(PyObject *object, PyObject *id_object)
     return qkv_py_none(qkv_py_state_of(object), status, &err);
 }
 
+static PyObject *engine_limit(PyObject *object, PyObject *number)
+{
+    int32_t max_running;
+    if (qkv_py_int32(number, "max_running", 1, &max_running) < 0) {
+        return NULL;
+    }
+    struct qkv_engine *engine = qkv_py_engine_enter(cast(object));
+    if (engine == NULL) {
+        return NULL;
+    }
+    struct qkv_error err;
+    enum qkv_status status = qkv_engine_limit(&err, engine, max_running);
+    qkv_py_engine_leave(cast(object));
+    return qkv_py_none(qkv_py_state_of(object), status, &err);
+}
+
 static PyObject *engine_flush(PyObject *object, PyObject *unused)
 {
     (void)unused;
@@ -484,7 +501,8 @@ static PyMethodDef engine_methods[] = {
     {"counts", engine_counts, METH_NOARGS,
      "counts($self)\n--\n\nThe scheduler's counters: n_waiting, n_running (sequences), n_pages,\n"
      "n_free_pages, n_evictable_pages (all lanes), n_retractions, n_prefill_rows,\n"
-     "n_reused_tokens (ever)."},
+     "n_reused_tokens (ever); since the last flush() the largest values of a step: most_running,\n"
+     "most_short (sequences that pages alone kept from running), most_used_pages."},
     {"add", (PyCFunction)(void (*)(void))qkv_py_engine_add, METH_VARARGS | METH_KEYWORDS,
      qkv_py_engine_add_doc},
     {"step", engine_step, METH_NOARGS,
@@ -507,7 +525,11 @@ static PyMethodDef engine_methods[] = {
      "\"abort\", in the next step. ValueError: no such id."},
     {"score_lanes", (PyCFunction)(void (*)(void))qkv_py_engine_score_lanes,
      METH_VARARGS | METH_KEYWORDS, qkv_py_engine_score_lanes_doc},
-    {"flush", engine_flush, METH_NOARGS, "flush($self)\n--\n\nEmpties the prefix trees."},
+    {"limit", engine_limit, METH_O,
+     "limit($self, max_running, /)\n--\n\n"
+     "From the next step on at most so many sequences run, 1 to the max_running of opening."},
+    {"flush", engine_flush, METH_NOARGS,
+     "flush($self)\n--\n\nEmpties the prefix trees; the most_* of counts() begin anew."},
     {"close", engine_close, METH_NOARGS,
      "close($self)\n--\n\nGives all memory back. Error if another call is inside; again: nothing."},
     {NULL, NULL, 0, NULL},

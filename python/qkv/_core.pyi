@@ -127,6 +127,23 @@ class LaneScores(NamedTuple):
     computed: int  # rows times layers that were computed
     skipped: int  # that were taken from lane 0; with `computed` (n - 1) * n_lanes * n_layers
 
+class Simulation(NamedTuple):
+    """What simulate() found, n requests. Virtual seconds from the start."""
+
+    admitted: NDArray[np.float64]  # [n], the beginning of a request's first step
+    first_token: NDArray[np.float64]  # [n]
+    finished: NDArray[np.float64]  # [n]
+    cached_tokens: NDArray[np.int32]  # [n], of the prompt, found in the prefix tree at first
+    retractions: NDArray[np.int32]  # [n]
+    seconds: float
+    n_steps: int
+    n_prefill: int  # prompt rows, recomputation included
+    n_decode: int  # other rows
+    n_attended: int  # tokens that a request attends to, summed over requests and steps
+    most_running: int
+    most_short: int  # requests that pages alone kept from running
+    most_used_pages: int
+
 @final
 class Engine:
     """A model on a device with its KV pools. Sequences in, tokens out; one sample each."""
@@ -198,7 +215,9 @@ class Engine:
         """[n_layers, 2, n_kv_heads, 2048]: by the 11 bits of |x|'s float32 pattern below the sign.
         Error if the lane was never observed."""
     def counts(self) -> dict[str, int]:
-        """The scheduler's counters (csrc/engine/scheduler.h)."""
+        """The scheduler's counters (csrc/engine/scheduler.h): n_*, and since the last flush()
+        most_running, most_short (sequences that pages alone kept from running) and
+        most_used_pages."""
     def add(
         self,
         tokens: NDArray[np.int32],
@@ -264,8 +283,10 @@ class Engine:
         ValueError: a token, logprob_start, decode_start, more than max_model_len tokens, or more
         lanes than chunk_tokens + max_running. OutOfPages: the pools are too small. Error: sequences
         wait or run."""
+    def limit(self, max_running: int, /) -> None:
+        """From the next step on at most so many sequences run, 1 to the max_running of opening."""
     def flush(self) -> None:
-        """Empties the prefix trees."""
+        """Empties the prefix trees; the most_* of counts() begin anew."""
     def close(self) -> None: ...
 
 def isas() -> list[tuple[str, bool]]:
@@ -284,6 +305,25 @@ def packed_bytes(format: str, n_out: int, k_in: int, float32: bool = False, /) -
     """Of a weight in the CPU backend, without loading it."""
 
 def threads_available() -> int: ...
+def simulate(
+    requests: NDArray[np.int32],
+    *,
+    kv_tokens: int,
+    max_running: int,
+    chunk_tokens: int = 512,
+    prefix_cache: bool = True,
+    offline: bool = True,
+    step_seconds: float = 0.0,
+    prefill_row_seconds: float = 0.0,
+    decode_row_seconds: float = 0.0,
+    kv_token_seconds: float = 0.0,
+) -> Simulation:
+    """The scheduler alone, with the seconds of a step from a cost model in place of the kernels
+    (csrc/engine/simulate.h). requests [n, 4]: group (-1: none), tokens of the prompt that the group
+    shares, its own (>= 1), output tokens (>= 1); all are known at the start, in this order.
+    Signals are seen between steps. ValueError for a bad argument; OutOfPages names the request that
+    can never fit."""
+
 def dequantize(format: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Blocks of a weight format as float32, by the scalar codec."""
 
