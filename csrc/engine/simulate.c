@@ -74,12 +74,14 @@ static enum qkv_status add_request(struct qkv_error *err, struct qkv_simulation 
                                    const struct qkv_sim_request *request, int32_t place,
                                    int32_t *prompt)
 {
-    for (int32_t i = 0; i < request->n_shared; i++) {
-        prompt[i] = virtual_token((uint64_t)request->group, i);
-    }
     int32_t n_prompt = request->n_shared + request->n_own;
-    for (int32_t i = request->n_shared; i < n_prompt; i++) {
-        prompt[i] = virtual_token(request_owner(place), i);
+    for (int32_t i = 0; i < n_prompt; i++) {
+        bool shared = i < request->n_shared;
+        prompt[i] = virtual_token(shared ? (uint64_t)request->group : request_owner(place), i);
+    }
+    prompt[request->n_shared] = place;
+    if (request->n_shared > 0) {
+        prompt[0] = request->group;
     }
     QKV_TRY(qkv_seq_create(err, prompt, n_prompt, request->n_output, &sim->seqs[place]));
     sim->seqs[place]->id = place;

@@ -2,7 +2,8 @@
  * long, for a pool of any size, without a model.
  *
  * The scheduler is the engine's own, so that what it does here it does there. Token ids are made
- * up: those of a group's prefix are the same for its requests, all others differ. All requests are
+ * up: those of a group's prefix are the same for its requests, all others differ, and they sort by
+ * group, then as they were given. All requests are
  * there at the start, in their order. A step takes
  *
  *     step_s + prefill_row_s * rows of prompts + decode_row_s * other rows

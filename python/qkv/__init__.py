@@ -23,7 +23,8 @@ from .planner import Plan, plan
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from . import comparison, hooks, stats, tasks
+    from . import benchmark, comparison, hooks, stats, tasks
+    from .benchmark import Bench, CostModel, Machine, Targets, bench
     from .comparison.compare import Comparison, compare
 
 try:
@@ -32,14 +33,17 @@ except PackageNotFoundError:  # run from a checkout that is not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "Bench",
     "CheckpointError",
     "Comparison",
     "Completion",
+    "CostModel",
     "Engine",
     "Error",
     "Inspection",
     "KvScale",
     "KvScaleTable",
+    "Machine",
     "Metrics",
     "OutOfPages",
     "Plan",
@@ -47,9 +51,12 @@ __all__ = [
     "SamplingParams",
     "Scales",
     "Score",
+    "Targets",
     "Tokenizer",
     "UnsupportedError",
     "__version__",
+    "bench",
+    "benchmark",
     "calibrate",
     "compare",
     "comparison",
@@ -65,8 +72,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What brings scipy is imported when it is asked for."""
-    if name in ("comparison", "hooks", "stats", "tasks"):
+    if name in ("benchmark", "comparison", "hooks", "stats", "tasks"):
         return import_module(f".{name}", __name__)
     if name in ("Comparison", "compare"):
         return getattr(import_module(".comparison", __name__), name)
+    if name in ("Bench", "CostModel", "Machine", "Targets", "bench"):
+        return getattr(import_module(".benchmark", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

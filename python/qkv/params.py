@@ -38,7 +38,7 @@ def _written(number: int) -> str:
         return f"an integer of {number.bit_length()} bits"
 
 
-def _real(name: str, value: Any) -> float:
+def real(name: str, value: Any) -> float:
     if isinstance(value, (bool, str, bytes)):
         raise TypeError(f"{name}={value!r}: a number is needed")
     try:
@@ -53,7 +53,7 @@ def _real(name: str, value: Any) -> float:
 
 
 def _within(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
-    number = _real(name, value)
+    number = real(name, value)
     if number > high or number < low or (open_low and number == low):
         left = "(" if open_low else "["
         raise ValueError(f"{name}={number}: must be in {left}{low:g}, {high:g}]")
@@ -163,7 +163,7 @@ class SamplingParams:
         checked: dict[str, Any] = {
             "max_tokens": integer("max_tokens", self.max_tokens, 0, _INT32_MAX),
             "min_tokens": integer("min_tokens", self.min_tokens, 0, _INT32_MAX),
-            "temperature": _real("temperature", self.temperature),
+            "temperature": real("temperature", self.temperature),
             "top_p": _within("top_p", self.top_p, 0.0, 1.0, open_low=True),
             # vLLM and SGLang write "all tokens" as -1.
             "top_k": max(integer("top_k", self.top_k, -1, _INT32_MAX), 0),

@@ -16,7 +16,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from . import _core, models, options, weight_set
+from . import _core, models, options, tables, weight_set
 from .params import integer
 from .quantization import METHODS
 
@@ -302,6 +302,17 @@ def weight_bytes(config: Mapping[str, Any], quantization: str | None = None) -> 
     return int(matrices * n_bytes) + int(tables * (n_bytes if is_mlx else 2))
 
 
+def row_weights(config: Mapping[str, Any]) -> int:
+    """Weights of the layers that one token is multiplied with: of the experts, those that it is
+    routed to."""
+    config = _language_model(config)
+    shape = kv_shape(config)
+    n_taken = _maybe(config, "num_experts_per_tok")
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    taken = {name: n_taken for name in names if n_taken and config.get(name)}
+    return _attention_weights(config, shape) + _ffn_weights({**config, **taken}, len(shape.layers))
+
+
 def _gguf_shape(metadata: Mapping[str, Any]) -> KvShape:
     """From the key-values of a GGUF file (gguf-py's constants), whatever its architecture."""
     arch = metadata.get("general.architecture")
@@ -389,7 +400,9 @@ def _estimated(config: Mapping[str, Any], choice: _Choice) -> tuple[int, list[st
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
+    """What is known of a model before it is loaded."""
+
     name: str
     shape: KvShape
     config: Mapping[str, Any] | None  # None: GGUF, whose weights are counted
@@ -397,21 +410,28 @@ class _Source:
     notes: tuple[str, ...] = ()  # what is to be said of n_bytes
 
 
-def _read_model(model: str | os.PathLike[str], choice: _Choice) -> _Source:
-    """A folder, a config.json, a GGUF file, a hub name, "demo"."""
+_AS_STORED = _Choice()
+
+
+def read_model(
+    model: str | os.PathLike[str] | Mapping[str, Any], choice: _Choice = _AS_STORED
+) -> Source:
+    """A folder, a config.json or what is in it, a GGUF file, a hub name, "demo"."""
+    if isinstance(model, Mapping):
+        return Source(str(model.get("_name_or_path") or "config"), kv_shape(model), model, 0)
     path = Path(models.resolve(model))
     config_path = path / "config.json" if path.is_dir() else path
     if config_path.suffix == ".json" and config_path.is_file():
         config = _with_side_file(_read_json(config_path), config_path.parent)
         if not path.is_dir() or not any(path.glob("*.safetensors")):
-            return _Source(path.name, kv_shape(config), config, 0)
+            return Source(path.name, kv_shape(config), config, 0)
     else:
         config = None
     checkpoint = _core.Checkpoint(str(path))
     try:
         shape = kv_shape(config) if config else _gguf_shape(checkpoint.metadata())
         n_bytes, notes = _weights(checkpoint, str(path), choice)
-        return _Source(path.name, shape, config, n_bytes, tuple(notes))
+        return Source(path.name, shape, config, n_bytes, tuple(notes))
     finally:
         checkpoint.close()
 
@@ -490,21 +510,12 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        table = [self._head(), *self._rows()]
-        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in table
-        ]
-        return "\n".join([self._title(), *lines, *self.notes])
+        return "\n".join([self._title(), tables.text(self._head(), self._rows()), *self.notes])
 
     def _repr_html_(self) -> str:
-        def cells(tag: str, row: Sequence[str]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row) + "</tr>"
-
-        body = cells("th", self._head()) + "".join(cells("td", row) for row in self._rows())
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return f"<p>{html.escape(self._title())}</p><table>{body}</table>{notes}"
+        table = tables.as_html(self._head(), self._rows())
+        return f"<p>{html.escape(self._title())}</p>{table}{notes}"
 
     def plot(self) -> Any:
         """A bar per format: pool tokens, with the requests that fit written on it. Needs the
@@ -574,29 +585,46 @@ def _lanes(kv_cache_dtypes: Any, shape: KvShape) -> dict[str, options.KvLayers]:
     return found
 
 
+def kv_bytes(kv_cache_dtypes: Any, shape: KvShape) -> dict[str, int]:
+    """Bytes per token by the names of the lanes. ValueError, TypeError for what is no format."""
+    lanes = _lanes(kv_cache_dtypes, shape)
+    found = {kv: shape.bytes_per_token(layers) for kv, layers in lanes.items()}
+    if not all(found.values()):
+        raise ValueError("config: no layer keeps keys and values, there is nothing to plan")
+    return found
+
+
+def requests_that_fit(pool_tokens: int, request_tokens: int, page_tokens: int) -> int:
+    """At a time, all grown to request_tokens. One more has to wait: plan() and bench() say so."""
+    return pool_tokens // page_tokens // math.ceil(request_tokens / page_tokens)
+
+
+def room_gib(memory_gib: float, weights_gib: float, mem_fraction: float) -> float:
+    """For the KV cache; ValueError if there is none."""
+    room = memory_gib - weights_gib - memory_gib * (1.0 - mem_fraction)
+    if room <= 0.0:
+        low = weights_gib / memory_gib
+        way_out = f"mem_fraction must be above {low:.3f}" if low < 1 else "they are larger than it"
+        raise ValueError(
+            f"no room for a KV cache: {memory_gib:.2f} GiB are free, weights take "
+            f"{weights_gib:.2f} GiB, mem_fraction is {mem_fraction:g}: {way_out}"
+        )
+    return room
+
+
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r:.60}: a number is needed")
     return float(value)
 
 
-def _check(
-    memory_gib: float,
-    weights_gib: float | None,
-    mem_fraction: float,
-    input_tokens: int,
-    output_tokens: int,
-    page_tokens: int,
-) -> None:
+def check_memory(memory_gib: float, weights_gib: float | None, mem_fraction: float) -> None:
     if not 0.0 < _number("memory_gib", memory_gib) <= _MOST_GIB:
         raise ValueError(f"memory_gib={memory_gib}: must be above 0 and at most {_MOST_GIB}")
     if weights_gib is not None and not 0.0 <= _number("weights_gib", weights_gib) <= _MOST_GIB:
         raise ValueError(f"weights_gib={weights_gib}: must be within 0 and {_MOST_GIB}")
     if not 0.0 < _number("mem_fraction", mem_fraction) <= 1.0:
         raise ValueError(f"mem_fraction={mem_fraction}: must be above 0 and at most 1")
-    integer("input_tokens", input_tokens, 1)
-    integer("output_tokens", output_tokens, 0)
-    integer("page_tokens", page_tokens, 1)
 
 
 def plan(
@@ -627,12 +655,11 @@ def plan(
     choice = _Choice(quantization, prefill_quantization)
     if weights_gib is not None and choice:
         raise ValueError("weights_gib says what loading takes, whatever it is made of: give one")
-    _check(memory_gib, weights_gib, mem_fraction, input_tokens, output_tokens, page_tokens)
-    if isinstance(model_or_config, Mapping):
-        name = str(model_or_config.get("_name_or_path") or "config")
-        source = _Source(name, kv_shape(model_or_config), model_or_config, 0)
-    else:
-        source = _read_model(model_or_config, choice)
+    check_memory(memory_gib, weights_gib, mem_fraction)
+    integer("input_tokens", input_tokens, 1)
+    integer("output_tokens", output_tokens, 0)
+    integer("page_tokens", page_tokens, 1)
+    source = read_model(model_or_config, choice)
     weights_from = "given" if weights_gib is not None else "files"
     weight_notes = [*source.notes]
     if weights_gib is None:
@@ -641,26 +668,15 @@ def plan(
             n_bytes, weight_notes = _estimated(source.config, choice)
             weights_from = "config"
         weights_gib = n_bytes / GIB
-    pool_gib = memory_gib - weights_gib - memory_gib * (1.0 - mem_fraction)
-    if pool_gib <= 0.0:
-        low = weights_gib / memory_gib
-        way_out = f"mem_fraction must be above {low:.3f}" if low < 1 else "they are larger than it"
-        raise ValueError(
-            f"no room for a KV cache: {memory_gib:.2f} GiB are free, weights take "
-            f"{weights_gib:.2f} GiB, mem_fraction is {mem_fraction:g}: {way_out}"
-        )
+    pool_gib = room_gib(memory_gib, weights_gib, mem_fraction)
     if kv_cache_dtypes is KV_DTYPES and source.shape.latent:
         kv_cache_dtypes = (*KV_DTYPES, DS_MLA)
-    lanes = _lanes(kv_cache_dtypes, source.shape)
-    bytes_per_token = {kv: source.shape.bytes_per_token(layers) for kv, layers in lanes.items()}
-    if not all(bytes_per_token.values()):
-        raise ValueError("config: no layer keeps keys and values, there is nothing to plan")
+    bytes_per_token = kv_bytes(kv_cache_dtypes, source.shape)
     tokens = {
         kv: math.floor(pool_gib * GIB / n) // page_tokens * page_tokens
         for kv, n in bytes_per_token.items()
     }
     n_tokens = input_tokens + output_tokens
-    per_request = math.ceil(n_tokens / page_tokens) * page_tokens
     return Plan(
         model=source.name,
         memory_gib=memory_gib,
@@ -672,6 +688,6 @@ def plan(
         page_tokens=page_tokens,
         bytes_per_token=bytes_per_token,
         tokens=tokens,
-        requests={kv: n // per_request for kv, n in tokens.items()},
+        requests={kv: requests_that_fit(n, n_tokens, page_tokens) for kv, n in tokens.items()},
         notes=(*_notes(source.shape, n_tokens), *weight_notes),
     )

@@ -26,7 +26,7 @@ KERNELS_MAY = re.compile(
     r"(backend/(backend|terms)|base/(status|mem|half|threads|log|philox)|quant/\w+|kv/kv_\w+)\.\w+$"
 )
 # No input or output, no clock, no generator of their own: what they need is handed to them.
-PURE = re.compile(r"csrc/(kv/|engine/(scheduler\w*|request|waiting|batch)\.)")
+PURE = re.compile(r"csrc/(kv/|engine/(scheduler\w*|request|waiting|batch|simulate)\.)")
 IMPURE = re.compile(r"^(stdio|time|sys/.*|unistd|fcntl|base/os|base/threads)\.h$")
 INTRINSIC = re.compile(r"\b(_mm(256|512)?_\w+|__m(128|256|512)[id]?)\b")
 ISA_ONLY = re.compile(r"(vec_avx\w*\.h|special_\w+\.inc)$")

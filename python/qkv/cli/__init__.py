@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import compare, convert, dataset, facts, generate, kv
+from . import bench, compare, convert, dataset, facts, generate, kv
 from .arguments import FORMATTER, Problem
 
 
@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add(verbs)
     kv.add_calibrate(verbs)
     kv.add_plan(verbs)
+    bench.add(verbs)
     convert.add(verbs)
     facts.add(verbs)
     return parser
