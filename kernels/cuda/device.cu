@@ -423,6 +423,11 @@ enum qkv_status qkv_cuda_open(struct qkv_error *err, const struct qkv_device_opt
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
                         "compute_dtype float32 is the reference arithmetic: device=\"cpu\"");
     }
+    if (options->activations == QKV_ACTIVATIONS_INT8) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "activation_quant int8 for every weight: not on this device, only as a "
+                        "checkpoint wants it");
+    }
     if (options->isa != NULL) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "isa %s: of the CPU backend, not of this one",
                         options->isa);

@@ -6,10 +6,11 @@
 
 /* Growing device memory that is kept; contents undefined between calls. */
 enum qkv_cuda_slot {
-    QKV_CUDA_X,       /* bf16 input of linear */
-    QKV_CUDA_X_SCALE, /* its rows' scales */
-    QKV_CUDA_SUMS,    /* products before the epilogue */
-    QKV_CUDA_BLAS,    /* cuBLASLt's workspace */
+    QKV_CUDA_X,        /* bf16 input of linear */
+    QKV_CUDA_X_VALUES, /* the same in fp32, where it is quantized, and its rows' scales */
+    QKV_CUDA_X_SUMS,   /* its sums over groups */
+    QKV_CUDA_SUMS,     /* products before the epilogue */
+    QKV_CUDA_BLAS,     /* cuBLASLt's workspace */
     QKV_CUDA_ROPE,
     QKV_CUDA_BATCH, /* the arrays of the current one */
     QKV_CUDA_UNITS, /* of attention */

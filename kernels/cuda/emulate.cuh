@@ -213,9 +213,9 @@ template <typename T> static inline T __ldg(const T *p)
 {
     return *p;
 }
-static inline float __fmaf_rn(float a, float b, float c)
+static inline float __fmul_rn(float a, float b)
 {
-    return fmaf(a, b, c);
+    return a * b;
 }
 
 #endif

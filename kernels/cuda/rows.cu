@@ -41,6 +41,10 @@ enum qkv_status qkv_cuda_embed(struct qkv_error *err, struct qkv_device *dev,
                             batch->tokens[r], r, table->n_out);
         }
     }
+    if (table->codes != NULL) {
+        return qkv_cuda_packed_embed(err, dev, table, dev->on_device.tokens, batch->n_rows, scale,
+                                     (float *)x->data);
+    }
     struct embed_params p = {dev->on_device.tokens, table->high, table->low,
                              (float *)x->data,      scale,       table->k_in,
                              table->k_pad};

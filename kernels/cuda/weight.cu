@@ -1,4 +1,5 @@
-/* Weights: any matrix is decoded on the host, in slabs of rows, to bf16 terms. */
+/* Weights: in codes where their form has them (packed.cu), else decoded on the host, in slabs of
+ * rows, to bf16 terms. */
 #include "weight.cuh"
 
 extern "C" {
@@ -88,6 +89,7 @@ static enum qkv_status decode(struct qkv_error *err, struct qkv_device *dev,
                               const struct qkv_matrix *desc, struct qkv_weight *w)
 {
     struct qkv_threads *threads = NULL;
+    QKV_TRY(alloc_terms(err, w, &w->high));
     int n_threads = dev->n_threads != 0 ? dev->n_threads : qkv_threads_available();
     QKV_TRY(qkv_threads_create(err, n_threads, &threads));
     int64_t slab_rows = SLAB_BYTES / ((int64_t)w->k_pad * (int64_t)sizeof(uint16_t));
@@ -130,8 +132,7 @@ static enum qkv_status take_k_scale(struct qkv_error *err, struct qkv_device *de
     return qkv_cuda_to_device(err, dev, w->k_scale, desc->k_scale, n_bytes);
 }
 
-static enum qkv_status check_matrix(struct qkv_error *err, const struct qkv_device *dev,
-                                    const struct qkv_matrix *desc)
+static enum qkv_status check_matrix(struct qkv_error *err, const struct qkv_matrix *desc)
 {
     QKV_TRY(qkv_matrix_check(err, desc));
     if (desc->n_out > INT32_MAX || desc->k_in > INT32_MAX - QKV_CUDA_K_PAD) {
@@ -139,19 +140,13 @@ static enum qkv_status check_matrix(struct qkv_error *err, const struct qkv_devi
                         desc->name, (long long)desc->n_out, (long long)desc->k_in,
                         INT32_MAX - QKV_CUDA_K_PAD);
     }
-    if (dev->activations == QKV_ACTIVATIONS_CHECKPOINT && desc->input.quant != QKV_INPUT_NONE) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "%s wants its input quantized, which the CUDA backend does not do: "
-                        "activation_quant=\"off\"",
-                        desc->name);
-    }
     return QKV_OK;
 }
 
 enum qkv_status qkv_cuda_weight_create(struct qkv_error *err, struct qkv_device *dev,
                                        const struct qkv_matrix *desc, struct qkv_weight **out)
 {
-    QKV_TRY(check_matrix(err, dev, desc));
+    QKV_TRY(check_matrix(err, desc));
     void *memory = NULL;
     QKV_TRY(qkv_calloc(err, 1, sizeof(struct qkv_weight), &memory));
     struct qkv_weight *w = (struct qkv_weight *)memory;
@@ -159,10 +154,13 @@ enum qkv_status qkv_cuda_weight_create(struct qkv_error *err, struct qkv_device 
     w->k_in = (int32_t)desc->k_in;
     w->k_pad = (int32_t)qkv_round_up((size_t)desc->k_in, QKV_CUDA_K_PAD);
     enum qkv_status status = take_k_scale(err, dev, desc, w);
-    if (status == QKV_OK) {
-        status = alloc_terms(err, w, &w->high);
+    qkv_matrix_form(desc, &w->form);
+    if (dev->activations == QKV_ACTIVATIONS_CHECKPOINT) {
+        w->input = desc->input;
     }
-    if (status == QKV_OK) {
+    if (status == QKV_OK && qkv_cuda_is_packed(&w->form)) {
+        status = qkv_cuda_packed_create(err, dev, desc, w);
+    } else if (status == QKV_OK) {
         status = decode(err, dev, desc, w);
     }
     if (status != QKV_OK) {
@@ -182,7 +180,14 @@ void qkv_cuda_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight)
     qkv_cuda_free(weight->high);
     qkv_cuda_free(weight->low);
     qkv_cuda_free(weight->k_scale);
+    qkv_cuda_free(weight->k_order);
+    qkv_cuda_free(weight->codes);
+    qkv_cuda_free(weight->scale);
+    qkv_cuda_free(weight->min);
+    qkv_cuda_free(weight->row_scale);
+    qkv_cuda_free(weight->table);
     free(weight->host_k_scale);
+    free(weight->host_k_order);
     free(weight);
 }
 

@@ -1,4 +1,4 @@
-/* A CPU device for the tests of linear and embed, and what they do with one. */
+/* A device for the tests of linear and embed, and what they do with one. */
 #ifndef QKV_TESTS_LINEAR_DEVICE_H
 #define QKV_TESTS_LINEAR_DEVICE_H
 
@@ -7,21 +7,23 @@
 
 #include "backend/backend.h"
 #include "check.h"
-#include "dispatch.h"
+#include "kernel_backend.h"
 
 static const struct qkv_backend *cpu;
 static struct qkv_error err;
 
 static inline void find_backend(void)
 {
-    cpu = qkv_cpu_backend();
+    cpu = kernel_backend();
 }
 
 static inline struct qkv_device *open_device(const char *isa, enum qkv_compute compute,
                                              enum qkv_activations activations, int n_threads)
 {
-    struct qkv_device_options options = {
-        .n_threads = n_threads, .compute = compute, .activations = activations, .isa = isa};
+    struct qkv_device_options options = {.n_threads = n_threads,
+                                         .compute = compute,
+                                         .activations = activations,
+                                         .isa = kernel_isa(isa)};
     struct qkv_device *dev = NULL;
     CHECK_OK(cpu->open(&err, &options, &dev), err);
     return dev;

@@ -1,0 +1,145 @@
+/* Rows of the input as a checkpoint wants them quantized: the rules are struct qkv_input's
+ * (quant/matrix.h) and the CPU's (body_input.inc). A row becomes values of codes, or of codes times
+ * their group's scale; the scale of a whole row is left to the product's last step. A group with a
+ * NaN, or whose scale an infinity decides, is NaN; a row likewise. A block is a row. */
+#ifndef QKV_CUDA_INPUT_CUH
+#define QKV_CUDA_INPUT_CUH
+
+#include "common.cuh"
+
+namespace input
+{
+
+static __device__ __forceinline__ float not_a_number()
+{
+    return qkv_f32_from_bits(0x7fc00000u);
+}
+
+/* The largest |x| of a row; NaN if there is one. `cells`: shared, [32]. */
+static __device__ inline float largest(const float *x, int32_t n, float *cells)
+{
+    float amax = 0.0f;
+    int has_nan = 0;
+    for (int32_t i = (int32_t)threadIdx.x; i < n; i += (int32_t)blockDim.x) {
+        amax = fmaxf(amax, fabsf(x[i]));
+        has_nan |= x[i] != x[i];
+    }
+    amax = block_max(amax, cells);
+    return __syncthreads_or(has_nan) ? not_a_number() : amax;
+}
+
+/* The scale of a row whose largest magnitude becomes `most`. */
+static __device__ __forceinline__ float row_scale(const struct qkv_input &q, float amax, float most)
+{
+    if (q.scale != 0.0f) {
+        return amax == amax ? q.scale : not_a_number();
+    }
+    if (!(amax <= FLT_MAX)) {
+        return not_a_number();
+    }
+    return amax >= 0x1p-100f ? amax / most : 0.0f;
+}
+
+/* An element of a row of INT8 or FP8. */
+static __device__ __forceinline__ float whole_value(const struct qkv_input &q, float x, float amax,
+                                                    float scale)
+{
+    if (!(scale > 0.0f)) {
+        return 0.0f;
+    }
+    if (q.quant == QKV_INPUT_FP8) {
+        return qkv_e4m3_to_f32(qkv_e4m3_from_f32(x / scale));
+    }
+    if (q.scale != 0.0f || q.steps != 0.0f) {
+        return rintf(fminf(fmaxf(x / scale, -128.0f), 127.0f));
+    }
+    return rintf(x * (127.0f / amax));
+}
+
+static __device__ __forceinline__ float power_of_two(int code, int least, int most)
+{
+    return qkv_e8m0_to_f32((uint8_t)(code < least ? least : code > most ? most : code));
+}
+
+/* The scale of a group, without the row's. */
+static __device__ __forceinline__ float group_scale(const struct qkv_input &q, float amax,
+                                                    float global)
+{
+    if (!(amax <= FLT_MAX)) {
+        return not_a_number();
+    }
+    if (q.quant == QKV_INPUT_MXFP4) {
+        return power_of_two((int)((qkv_f32_bits(amax) + 0x200000u) >> 23) - 2, 10, 252);
+    }
+    if (q.quant == QKV_INPUT_NVFP4) {
+        return qkv_e4m3_to_f32(qkv_e4m3_from_f32(amax / 6.0f / global));
+    }
+    float scale = amax / 448.0f;
+    bool power = q.quant == QKV_INPUT_MXFP8 || q.power_of_two;
+    return power ? power_of_two(qkv_e8m0_ceil_from_f32(scale), 10, 246) : scale;
+}
+
+/* One group, in place, by one thread. */
+static __device__ inline void quantize_group(const struct qkv_input &q, float global, float *x,
+                                             int32_t n)
+{
+    bool narrow = q.quant == QKV_INPUT_MXFP4 || q.quant == QKV_INPUT_NVFP4;
+    float amax = 0.0f;
+    for (int32_t i = 0; i < n; i++) {
+        amax = fabsf(x[i]) <= amax ? amax : fabsf(x[i]); /* a NaN stays */
+        if (amax != amax) {
+            break;
+        }
+    }
+    float scale = group_scale(q, amax, global);
+    float divisor = scale * global;
+    for (int32_t i = 0; i < n; i++) {
+        float a = 0.0f;
+        if (divisor > 0.0f) {
+            a = x[i] / divisor;
+            a = narrow ? qkv_e2m1_to_f32(qkv_e2m1_from_f32(a))
+                       : qkv_e4m3_to_f32(qkv_e4m3_from_f32(a));
+        }
+        x[i] = a * scale;
+    }
+}
+
+/* A row of n values in place; what they are to be multiplied by, in all threads. Barriers before
+ * and after. */
+static __device__ inline float quantize_row(const struct qkv_input &q, float *x, int32_t n,
+                                            float *cells)
+{
+    __syncthreads();
+    if (q.quant == QKV_INPUT_INT8 || q.quant == QKV_INPUT_FP8) {
+        float steps = q.steps != 0.0f ? q.steps : 127.0f;
+        float amax = largest(x, n, cells);
+        float scale = row_scale(q, amax, q.quant == QKV_INPUT_INT8 ? steps : 448.0f);
+        for (int32_t i = (int32_t)threadIdx.x; i < n; i += (int32_t)blockDim.x) {
+            x[i] = whole_value(q, x[i], amax, scale);
+        }
+        __syncthreads();
+        return scale;
+    }
+    float global = 1.0f;
+    if (q.quant == QKV_INPUT_NVFP4) {
+        global = row_scale(q, largest(x, n, cells), 6.0f * 448.0f);
+    }
+    int32_t group = q.quant == QKV_INPUT_FP8_GROUP ? q.group : q.quant == QKV_INPUT_NVFP4 ? 16 : 32;
+    for (int32_t first = (int32_t)threadIdx.x * group; first < n;
+         first += (int32_t)blockDim.x * group) {
+        int32_t count = n - first < group ? n - first : group;
+        if (global > 0.0f) {
+            quantize_group(q, global, x + first, count);
+        } else {
+            for (int32_t i = 0; i < count; i++) {
+                x[first + i] = 0.0f;
+            }
+        }
+    }
+    __syncthreads();
+    return global;
+}
+
+} // namespace input
+
+#endif

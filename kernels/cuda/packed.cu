@@ -1,0 +1,297 @@
+/* Weights in codes: packed on the host from any matrix whose form has them, and launched. */
+#include "packed.cuh"
+
+extern "C" {
+#include "base/threads.h"
+}
+
+/* ---- packing ---- */
+
+/* Tiles of 8 columns that are packed at a time, cut over the host's threads. */
+struct tiles {
+    const struct qkv_matrix *matrix;
+    const struct qkv_weight *weight;
+    const int32_t *k_order;
+    int64_t first;
+    uint8_t *codes; /* [tiles, n_units, 32, 8 or 16 bytes] */
+    float *scale;   /* [tiles, n_groups, 8] */
+    float *min;
+};
+
+static const size_t SLAB_BYTES = 16u << 20;
+
+static void put_code(const struct qkv_weight *w, uint8_t *tile, int64_t column, int64_t k,
+                     uint8_t code)
+{
+    int64_t in_step = k % 16;
+    int64_t lane = column * 4 + in_step % 8 / 2;
+    int64_t index = k % packed::UNIT / 16 * 4 + in_step / 8 * 2 + k % 2;
+    int64_t at = (k / packed::UNIT * QKV_WARP + lane) * 16 + index;
+    if (w->nibbles) {
+        tile[at / 2] = (uint8_t)(tile[at / 2] | (code & 15u) << (at % 2 * 4));
+    } else {
+        tile[at] = code;
+    }
+}
+
+static void put_piece(const struct tiles *t, const struct qkv_piece *piece, size_t tile,
+                      int64_t column, int64_t first, int64_t n)
+{
+    const struct qkv_weight *w = t->weight;
+    const struct qkv_form *form = &w->form;
+    for (int64_t i = 0; i < n; i++) {
+        put_code(w, t->codes + tile * w->tile_bytes, column, first + i, (uint8_t)piece->code[i]);
+    }
+    for (int64_t i = 0; w->group > 0 && i < n; i += w->group) {
+        int64_t g = i / w->group;
+        size_t at =
+            (tile * (size_t)w->n_groups + (size_t)((first + i) / w->group)) * packed::COLUMNS +
+            (size_t)column;
+        t->scale[at] = qkv_scale_value(form->scale, piece->scale[g], piece->scale_sub[g]);
+        if (form->min != QKV_SCALE_NONE) {
+            t->min[at] = qkv_scale_value(form->min, piece->min[g], piece->min_sub[g]);
+        }
+    }
+}
+
+static void pack_tiles(void *ctx, size_t begin, size_t end, int thread)
+{
+    const struct tiles *t = (const struct tiles *)ctx;
+    const struct qkv_weight *w = t->weight;
+    (void)thread;
+    for (size_t tile = begin; tile < end; tile++) {
+        for (int64_t column = 0; column < packed::COLUMNS; column++) {
+            int64_t row = (t->first + (int64_t)tile) * packed::COLUMNS + column;
+            for (int64_t k = 0; row < w->n_out && k < w->k_in; k += QKV_PIECE) {
+                struct qkv_piece piece;
+                int64_t left = w->k_in - k;
+                int64_t n = left < QKV_PIECE ? left : (int64_t)QKV_PIECE;
+                qkv_matrix_read(t->matrix, &w->form, row, k, n, t->k_order, &piece);
+                put_piece(t, &piece, tile, column, k, n);
+            }
+        }
+    }
+}
+
+static enum qkv_status pack_slabs(struct qkv_error *err, struct qkv_device *dev,
+                                  struct qkv_threads *threads, struct tiles *t, size_t slab,
+                                  size_t n_tiles)
+{
+    const struct qkv_weight *w = t->weight;
+    size_t group_bytes = (size_t)w->n_groups * packed::COLUMNS * sizeof(float);
+    for (size_t first = 0; first < n_tiles; first += slab) {
+        size_t n = n_tiles - first < slab ? n_tiles - first : slab;
+        t->first = (int64_t)first;
+        memset(t->codes, 0, n * w->tile_bytes);
+        QKV_TRY(qkv_threads_run(err, threads, n, pack_tiles, t));
+        QKV_TRY(qkv_cuda_to_device(err, dev, w->codes + first * w->tile_bytes, t->codes,
+                                   n * w->tile_bytes));
+        if (w->group > 0) {
+            size_t at = first * (size_t)w->n_groups * packed::COLUMNS;
+            QKV_TRY(qkv_cuda_to_device(err, dev, w->scale + at, t->scale, n * group_bytes));
+            if (w->min != NULL) {
+                QKV_TRY(qkv_cuda_to_device(err, dev, w->min + at, t->min, n * group_bytes));
+            }
+        }
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status pack_codes(struct qkv_error *err, struct qkv_device *dev,
+                                  const struct qkv_matrix *desc, const int32_t *k_order,
+                                  struct qkv_weight *w, size_t n_tiles)
+{
+    size_t group_floats = (size_t)w->n_groups * packed::COLUMNS;
+    size_t slab = SLAB_BYTES / (w->tile_bytes + 2 * group_floats * sizeof(float));
+    slab = slab < 1 ? 1 : slab < n_tiles ? slab : n_tiles;
+    struct qkv_threads *threads = NULL;
+    int n_threads = dev->n_threads != 0 ? dev->n_threads : qkv_threads_available();
+    QKV_TRY(qkv_threads_create(err, n_threads, &threads));
+    void *memory = NULL;
+    enum qkv_status status =
+        qkv_calloc(err, slab, 2 * group_floats * sizeof(float) + w->tile_bytes, &memory);
+    if (status == QKV_OK) {
+        struct tiles t = {};
+        t.matrix = desc;
+        t.weight = w;
+        t.k_order = k_order;
+        t.scale = (float *)memory;
+        t.min = t.scale + slab * group_floats;
+        t.codes = (uint8_t *)(t.min + slab * group_floats);
+        status = pack_slabs(err, dev, threads, &t, slab, n_tiles);
+    }
+    free(memory);
+    qkv_threads_destroy(threads);
+    return status;
+}
+
+/* Device memory that counts as the weight's. */
+static enum qkv_status take(struct qkv_error *err, struct qkv_weight *w, size_t n_bytes, void **out)
+{
+    QKV_TRY(qkv_cuda_alloc(err, n_bytes, out));
+    w->n_bytes += n_bytes;
+    return QKV_OK;
+}
+
+/* What the nibbles stand for: integers, or the form's table as two bf16 terms. */
+static enum qkv_status make_table(struct qkv_error *err, struct qkv_device *dev,
+                                  struct qkv_weight *w)
+{
+    uint32_t table[32];
+    for (int i = 0; i < 16; i++) {
+        float value = w->form.code == QKV_CODE_U4   ? (float)i
+                      : w->form.code == QKV_CODE_I4 ? (float)((i ^ 8) - 8)
+                                                    : w->form.table[i];
+        uint16_t high = qkv_bf16_from_f32(value);
+        uint16_t low = qkv_bf16_from_f32(value - qkv_bf16_to_f32(high));
+        table[i] = high | (uint32_t)low << 16;
+        table[16 + i] = qkv_f32_bits(value);
+    }
+    void *memory = NULL;
+    QKV_TRY(take(err, w, sizeof table, &memory));
+    w->table = (uint32_t *)memory;
+    return qkv_cuda_to_device(err, dev, w->table, table, sizeof table);
+}
+
+static enum qkv_status take_row_scale(struct qkv_error *err, struct qkv_device *dev,
+                                      const struct qkv_matrix *desc, struct qkv_weight *w)
+{
+    if (!w->form.row_scale) {
+        return QKV_OK;
+    }
+    size_t n_bytes = (size_t)w->n_out * sizeof(float);
+    void *host = NULL;
+    void *memory = NULL;
+    QKV_TRY(take(err, w, n_bytes, &memory));
+    w->row_scale = (float *)memory;
+    QKV_TRY(qkv_calloc(err, (size_t)w->n_out, sizeof(float), &host));
+    for (int32_t i = 0; i < w->n_out; i++) {
+        ((float *)host)[i] = qkv_matrix_row_scale(desc, i);
+    }
+    enum qkv_status status = qkv_cuda_to_device(err, dev, w->row_scale, host, n_bytes);
+    free(host);
+    return status;
+}
+
+static enum qkv_status take_k_order(struct qkv_error *err, struct qkv_device *dev,
+                                    const struct qkv_matrix *desc, struct qkv_weight *w)
+{
+    size_t n_bytes = (size_t)w->k_in * sizeof(int32_t);
+    void *memory = NULL;
+    QKV_TRY(qkv_calloc(err, (size_t)w->k_in, sizeof(int32_t), &memory));
+    if (!qkv_matrix_k_order(desc, (int32_t *)memory)) {
+        free(memory);
+        return QKV_OK;
+    }
+    w->host_k_order = (int32_t *)memory;
+    QKV_TRY(take(err, w, n_bytes, &memory));
+    w->k_order = (int32_t *)memory;
+    return qkv_cuda_to_device(err, dev, w->k_order, w->host_k_order, n_bytes);
+}
+
+bool qkv_cuda_is_packed(const struct qkv_form *form)
+{
+    return form->code != QKV_CODE_BF16 && form->code != QKV_CODE_BF16X2;
+}
+
+enum qkv_status qkv_cuda_packed_create(struct qkv_error *err, struct qkv_device *dev,
+                                       const struct qkv_matrix *desc, struct qkv_weight *w)
+{
+    const struct qkv_form *form = &w->form;
+    size_t n_tiles = ((size_t)w->n_out + packed::COLUMNS - 1) / packed::COLUMNS;
+    w->nibbles = form->code == QKV_CODE_I4 || form->code == QKV_CODE_U4 ||
+                 form->code == QKV_CODE_T4 || form->code == QKV_CODE_T4X2;
+    w->group = form->group;
+    w->n_groups = form->group > 0 ? w->k_in / form->group : 0;
+    w->n_units = w->k_pad / packed::UNIT;
+    w->tile_bytes = (size_t)w->n_units * QKV_WARP * (w->nibbles ? 8 : 16);
+    QKV_TRY(make_table(err, dev, w));
+    QKV_TRY(take_row_scale(err, dev, desc, w));
+    QKV_TRY(take_k_order(err, dev, desc, w));
+    void *memory = NULL;
+    QKV_TRY(take(err, w, n_tiles * w->tile_bytes, &memory));
+    w->codes = (uint8_t *)memory;
+    size_t group_bytes = n_tiles * (size_t)w->n_groups * packed::COLUMNS * sizeof(float);
+    if (w->group > 0) {
+        QKV_TRY(take(err, w, group_bytes, &memory));
+        w->scale = (float *)memory;
+    }
+    if (w->group > 0 && form->min != QKV_SCALE_NONE) {
+        QKV_TRY(take(err, w, group_bytes, &memory));
+        w->min = (float *)memory;
+    }
+    return pack_codes(err, dev, desc, w->host_k_order, w, n_tiles);
+}
+
+/* ---- launching ---- */
+
+static struct packed::params describe(const struct qkv_weight *w)
+{
+    struct packed::params p = {};
+    p.codes = w->codes;
+    p.scale = w->scale;
+    p.min = w->min;
+    p.row_scale = w->row_scale;
+    p.table = w->table;
+    p.n_out = w->n_out;
+    p.k_in = w->k_in;
+    p.k_pad = w->k_pad;
+    p.group = w->group;
+    p.n_groups = w->n_groups;
+    p.n_units = w->n_units;
+    /* Whole groups: of 128 and 256 elements they are 2 and 4 units. */
+    int32_t step = w->group > packed::UNIT ? w->group / packed::UNIT : 1;
+    p.units_per_warp = qkv_cuda_ceil_div(qkv_cuda_ceil_div(w->n_units, step), packed::WARPS) * step;
+    p.code = w->form.code;
+    p.min_is_zero = w->form.min == QKV_SCALE_ZERO;
+    p.two_terms = w->form.code == QKV_CODE_T4X2;
+    return p;
+}
+
+static enum qkv_status make_sums(struct qkv_error *err, struct qkv_device *dev,
+                                 const struct qkv_weight *w, const uint16_t *x, int32_t n_rows,
+                                 const float **out)
+{
+    *out = NULL;
+    if (w->min == NULL) {
+        return QKV_OK;
+    }
+    void *memory = NULL;
+    size_t n_bytes = (size_t)n_rows * (size_t)w->n_groups * sizeof(float);
+    QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_X_SUMS, n_bytes, &memory));
+    struct packed::sums_params p = {x, (float *)memory, w->k_pad, w->group, w->n_groups};
+    *out = p.sums;
+    return qkv_cuda_launch(err, dev, "linear_sums", packed::linear_sums, dim3((unsigned)n_rows),
+                           dim3(packed::THREADS), 0, p);
+}
+
+enum qkv_status qkv_cuda_packed_gemm(struct qkv_error *err, struct qkv_device *dev,
+                                     const struct qkv_weight *w,
+                                     const struct qkv_cuda_packed_call *call)
+{
+    struct packed::params p = describe(w);
+    QKV_TRY(make_sums(err, dev, w, call->x, call->n_rows, &p.x_sums));
+    p.x = call->x;
+    p.x_scale = call->x_scale;
+    p.bias = call->bias;
+    p.y = call->y;
+    p.y_stride = call->y_stride;
+    p.n_rows = call->n_rows;
+    p.softcap = call->softcap;
+    p.add = call->add;
+    bool many = call->n_rows > 16;
+    dim3 grid((unsigned)qkv_cuda_ceil_div(w->n_out, packed::COLUMNS),
+              (unsigned)qkv_cuda_ceil_div(call->n_rows, many ? 64 : 16));
+    return qkv_cuda_launch(err, dev, "gemm_packed",
+                           many ? packed::gemm_packed<4> : packed::gemm_packed<1>, grid,
+                           dim3(packed::THREADS), 0, p);
+}
+
+enum qkv_status qkv_cuda_packed_embed(struct qkv_error *err, struct qkv_device *dev,
+                                      const struct qkv_weight *w, const int32_t *tokens,
+                                      int32_t n_rows, float scale, float *x)
+{
+    struct packed::embed_params p = {describe(w), tokens, x, scale};
+    return qkv_cuda_launch(err, dev, "embed_packed", packed::embed_packed, dim3((unsigned)n_rows),
+                           dim3(packed::THREADS), 0, p);
+}

@@ -1,0 +1,312 @@
+/* Products with weights in codes of 4 or 8 bits, decoded in registers; one row or many.
+ *
+ * Codes lie as the tensor core wants them (mma.cuh): [tiles of 8 columns][units of 64 k][32 lanes]
+ * [16 codes], code 4 s + j of a lane is that of column lane / 4 and, with t = lane % 4,
+ * k = 16 s + {2t, 2t + 1, 2t + 8, 2t + 9}[j]. So a warp reads 256 or 512 bytes in a row for each
+ * unit. Scales and minima are fp32, [tiles][groups][8 columns].
+ *
+ * A block is 8 columns and 16 or 64 rows; its 4 warps share k: each has a run of units, whole
+ * groups, by the shape of the weight alone. A group's sum goes into the total by fma(scale, sum,
+ * total), then fma(minimum, sum of x, total), groups in rising order; the four totals are added in
+ * order of the warps. So a row has the same bits however many rows there are. */
+#ifndef QKV_CUDA_PACKED_CUH
+#define QKV_CUDA_PACKED_CUH
+
+#include "mma.cuh"
+#include "weight.cuh"
+
+namespace packed
+{
+
+enum { WARPS = 4, THREADS = WARPS * QKV_WARP, COLUMNS = 8, UNIT = 64, STEPS = UNIT / 16 };
+static_assert(QKV_CUDA_K_PAD % UNIT == 0, "rows of x are whole units");
+
+struct params {
+    const uint16_t *x;      /* bf16 [n_rows, k_pad] */
+    const float *x_sums;    /* [n_rows, n_groups] or NULL */
+    const uint8_t *codes;   /* see above */
+    const float *scale;     /* NULL: 1, and one group */
+    const float *min;       /* or NULL; zero points if min_is_zero */
+    const float *row_scale; /* [n_out] or NULL */
+    const uint32_t *table;  /* [16]: what nibbles stand for, bf16 below, the rest of it above; then
+                               [16] the same in fp32 */
+    const float *x_scale;   /* [n_rows] or NULL */
+    const float *bias;      /* [n_out] or NULL */
+    float *y;               /* [n_rows, y_stride] */
+    int64_t y_stride;
+    int32_t n_rows;
+    int32_t n_out;
+    int32_t k_in;
+    int32_t k_pad;
+    int32_t group; /* 0: none */
+    int32_t n_groups;
+    int32_t n_units;
+    int32_t units_per_warp;
+    int32_t code; /* enum qkv_code */
+    int32_t min_is_zero;
+    int32_t two_terms; /* the table's values are two bf16 terms */
+    float softcap;     /* 0: none */
+    int32_t add;
+};
+
+static __device__ __forceinline__ bool is_nibbles(int32_t code)
+{
+    return code == QKV_CODE_I4 || code == QKV_CODE_U4 || code == QKV_CODE_T4 ||
+           code == QKV_CODE_T4X2;
+}
+
+/* The value of an 8-bit code. */
+static __device__ __forceinline__ float byte_value(int32_t code, uint32_t byte)
+{
+    return code == QKV_CODE_E4M3 ? qkv_e4m3_fast(byte)
+           : code == QKV_CODE_U8 ? (float)byte
+                                 : (float)(int8_t)byte;
+}
+
+/* A lane's codes of one unit as B fragments of its 4 steps; `low`: second terms. */
+static __device__ __forceinline__ void decode_unit(const struct params &p, const uint32_t *table,
+                                                   int64_t place, uint32_t b[STEPS][2],
+                                                   uint32_t low[STEPS][2])
+{
+    if (is_nibbles(p.code)) {
+        uint2 words = ((const uint2 *)(const void *)p.codes)[place];
+#pragma unroll
+        for (int i = 0; i < 2 * STEPS; i++) {
+            uint32_t byte = (i < 4 ? words.x : words.y) >> (i % 4 * 8) & 0xffu;
+            uint32_t first = table[byte & 15u];
+            uint32_t second = table[byte >> 4];
+            b[i / 2][i % 2] = (first & 0xffffu) | second << 16;
+            low[i / 2][i % 2] = first >> 16 | (second & 0xffff0000u);
+        }
+        return;
+    }
+    uint4 words = ((const uint4 *)(const void *)p.codes)[place];
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; i++) {
+        uint32_t word = i < 2 ? words.x : i < 4 ? words.y : i < 6 ? words.z : words.w;
+        uint32_t pair = word >> (i % 2 * 16);
+        b[i / 2][i % 2] =
+            qkv_pack_exact(byte_value(p.code, pair & 0xffu), byte_value(p.code, pair >> 8 & 0xffu));
+        low[i / 2][i % 2] = 0;
+    }
+}
+
+/* Rows [row, row + 16) and 16 of k from k on; rows past the last are zero. */
+static __device__ __forceinline__ void load_rows(const struct params &p, int32_t row, int32_t k,
+                                                 uint32_t a[4])
+{
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+    const uint32_t *x = (const uint32_t *)(const void *)p.x;
+    int64_t stride = p.k_pad / 2;
+    int64_t first = row + lane / 4;
+    int64_t at = first * stride + k / 2 + lane % 4;
+    bool has_first = first < p.n_rows;
+    bool has_second = first + 8 < p.n_rows;
+    a[0] = has_first ? x[at] : 0;
+    a[1] = has_second ? x[at + 8 * stride] : 0;
+    a[2] = has_first ? x[at + 4] : 0;
+    a[3] = has_second ? x[at + 8 * stride + 4] : 0;
+}
+
+/* A group's sums into the totals. */
+template <int M>
+static __device__ __forceinline__ void fold_group(const struct params &p, int32_t row,
+                                                  int32_t group, float acc[M][4], float total[M][4])
+{
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+    int64_t at = ((int64_t)blockIdx.x * p.n_groups + group) * COLUMNS + lane % 4 * 2;
+    float scale[2] = {p.scale[at], p.scale[at + 1]};
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            total[m][j] = fmaf(scale[j % 2], acc[m][j], total[m][j]);
+            acc[m][j] = 0.0f;
+        }
+    }
+    if (p.min == NULL) {
+        return;
+    }
+    float min[2] = {p.min[at], p.min[at + 1]};
+    if (p.min_is_zero) {
+        min[0] = -(scale[0] * min[0]);
+        min[1] = -(scale[1] * min[1]);
+    }
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int64_t r = row + 16 * m + lane / 4 + 8 * half;
+            float sum = r < p.n_rows ? p.x_sums[r * p.n_groups + group] : 0.0f;
+            total[m][2 * half] = fmaf(min[0], sum, total[m][2 * half]);
+            total[m][2 * half + 1] = fmaf(min[1], sum, total[m][2 * half + 1]);
+        }
+    }
+}
+
+/* One result on its way out. */
+static __device__ __forceinline__ void store_result(const struct params &p, int64_t row,
+                                                    int32_t column, float value)
+{
+    if (row >= p.n_rows || column >= p.n_out) {
+        return;
+    }
+    value = p.x_scale != NULL ? value * p.x_scale[row] : value;
+    value = p.row_scale != NULL ? value * p.row_scale[column] : value;
+    value = p.bias != NULL ? value + p.bias[column] : value;
+    value = p.softcap != 0.0f ? p.softcap * tanhf(value / p.softcap) : value;
+    float *y = &p.y[row * p.y_stride + column];
+    *y = p.add ? *y + value : value;
+}
+
+/* This warp's units: sums of its part of k. */
+template <int M>
+static __device__ __forceinline__ void multiply_part(const struct params &p, const uint32_t *table,
+                                                     int32_t row, float total[M][4])
+{
+    int32_t warp = (int32_t)threadIdx.x / QKV_WARP;
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+    int32_t first = warp * p.units_per_warp;
+    int32_t end = first + p.units_per_warp < p.n_units ? first + p.units_per_warp : p.n_units;
+    float acc[M][4];
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = 0.0f;
+        total[m][0] = total[m][1] = total[m][2] = total[m][3] = 0.0f;
+    }
+    for (int32_t unit = first; unit < end; unit++) {
+        uint32_t b[STEPS][2];
+        uint32_t low[STEPS][2];
+        decode_unit(p, table, ((int64_t)blockIdx.x * p.n_units + unit) * QKV_WARP + lane, b, low);
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+            int32_t k = unit * UNIT + 16 * s;
+            if (k < p.k_in) {
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    uint32_t a[4];
+                    load_rows(p, row + 16 * m, k, a);
+                    qkv_mma_bf16(acc[m], a, b[s]);
+                    if (p.two_terms) {
+                        qkv_mma_bf16(acc[m], a, low[s]);
+                    }
+                }
+                if (p.group > 0 && (k + 16) % p.group == 0) {
+                    fold_group<M>(p, row, k / p.group, acc, total);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            total[m][j] = p.group > 0 ? total[m][j] : acc[m][j];
+        }
+    }
+}
+
+/* M: tiles of 16 rows of a block. */
+template <int M> __global__ void __launch_bounds__(THREADS) gemm_packed(const struct params p)
+{
+    __shared__ uint32_t table[16];
+    __shared__ float parts[WARPS][M][4][QKV_WARP];
+    int32_t warp = (int32_t)threadIdx.x / QKV_WARP;
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+    int32_t row = (int32_t)blockIdx.y * 16 * M;
+    if (threadIdx.x < 16) {
+        table[threadIdx.x] = p.table[threadIdx.x];
+    }
+    __syncthreads();
+    float total[M][4];
+    multiply_part<M>(p, table, row, total);
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            parts[warp][m][j][lane] = total[m][j];
+        }
+    }
+    __syncthreads();
+    for (int32_t m = warp; m < M; m += WARPS) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float sum = parts[0][m][j][lane];
+#pragma unroll
+            for (int w = 1; w < WARPS; w++) {
+                sum += parts[w][m][j][lane];
+            }
+            store_result(p, row + 16 * m + lane / 4 + j / 2 * 8,
+                         (int32_t)blockIdx.x * COLUMNS + lane % 4 * 2 + j % 2, sum);
+        }
+    }
+}
+
+/* ---- beside the product ---- */
+
+struct sums_params {
+    const uint16_t *x; /* bf16 [n_rows, k_pad] */
+    float *sums;       /* [n_rows, n_groups] */
+    int32_t k_pad;
+    int32_t group;
+    int32_t n_groups;
+};
+
+/* A block is a row, a warp a group at a time. */
+__global__ void __launch_bounds__(THREADS) linear_sums(const struct sums_params p)
+{
+    int64_t row = blockIdx.x;
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+    for (int32_t g = (int32_t)threadIdx.x / QKV_WARP; g < p.n_groups; g += WARPS) {
+        const uint16_t *x = p.x + row * p.k_pad + (int64_t)g * p.group;
+        float sum = 0.0f;
+        for (int32_t i = lane; i < p.group; i += QKV_WARP) {
+            sum += qkv_bf16_to_f32(x[i]);
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) {
+            p.sums[row * p.n_groups + g] = sum;
+        }
+    }
+}
+
+struct embed_params {
+    struct params weight;
+    const int32_t *tokens; /* [n_rows] */
+    float *x;              /* [n_rows, k_in] */
+    float scale;
+};
+
+/* A block is a row of the table, back as floats. */
+__global__ void __launch_bounds__(THREADS) embed_packed(const struct embed_params e)
+{
+    const struct params &p = e.weight;
+    int32_t token = e.tokens[blockIdx.x];
+    for (int32_t k = (int32_t)threadIdx.x; k < p.k_in; k += THREADS) {
+        int32_t in_step = k % 16;
+        int32_t lane = token % COLUMNS * 4 + in_step % 8 / 2;
+        int64_t unit = (int64_t)(token / COLUMNS) * p.n_units + k / UNIT;
+        int64_t at = (unit * QKV_WARP + lane) * 16 + k % UNIT / 16 * 4 + in_step / 8 * 2 + k % 2;
+        float value;
+        if (is_nibbles(p.code)) {
+            value = qkv_f32_from_bits(p.table[16 + (p.codes[at / 2] >> (at % 2 * 4) & 15u)]);
+        } else {
+            value = byte_value(p.code, p.codes[at]);
+        }
+        if (p.group > 0) {
+            int64_t group =
+                ((int64_t)(token / COLUMNS) * p.n_groups + k / p.group) * COLUMNS + token % COLUMNS;
+            /* Rounded after each step, as qkv_matrix_values has it. */
+            float min = p.min != NULL ? p.min[group] : 0.0f;
+            value = p.min_is_zero ? value - min : value;
+            value = __fmul_rn(value, p.scale[group]);
+            value = p.min != NULL && !p.min_is_zero ? value + min : value;
+        }
+        value = p.row_scale != NULL ? value * p.row_scale[token] : value;
+        e.x[(int64_t)blockIdx.x * p.k_in + k] = value * e.scale;
+    }
+}
+
+} // namespace packed
+
+#endif
