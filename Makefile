@@ -163,7 +163,7 @@ cuda-check: cuda-ctests $(VENV)/test.stamp
 
 cuda-ctests: $(VENV)/tools.stamp
 	$(BIN)/python tests/tools/cuda_build.py --emulated -j $(JOBS)
-	QKV_TEST_BACKEND=python/qkv/_qkv_cuda_emulated.so $(CTESTS) attention_kv sample
+	QKV_TEST_BACKEND=python/qkv/_qkv_cuda_emulated.so $(CTESTS) attention_kv forms linear sample
 
 bench: $(VENV)/core.stamp
 	$(BIN)/python tests/bench/run_benches.py

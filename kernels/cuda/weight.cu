@@ -24,6 +24,9 @@ enum { SLAB_BYTES = 16 << 20 };
 static bool split(float value, uint16_t *high, uint16_t *low)
 {
     *high = qkv_bf16_from_f32(value);
+    if ((*high & 0x7fffu) == 0x7f80u && fabsf(value) <= FLT_MAX) {
+        *high = (uint16_t)(*high - 1); /* the largest finite one: a finite value stays finite */
+    }
     float rest = value - qkv_bf16_to_f32(*high);
     *low = rest == rest && fabsf(rest) <= FLT_MAX ? qkv_bf16_from_f32(rest) : 0;
     return (*low & 0x7fffu) != 0;
