@@ -102,6 +102,7 @@ class Engine:
     ) -> None:
         options.one_of("compute_dtype", compute_dtype, ("bf16", "float32"))
         options.check_device(device)
+        options.check_pool_size(device, kv_tokens)
         options.one_of("schedule", schedule, ("offline", "fcfs"))
         options.check_arithmetic(
             fp8_gemm_backend=fp8_gemm_backend,

@@ -44,6 +44,18 @@ def check_device(device: str) -> None:
         one_of("device", device, ("auto", "cpu", "cuda:0", "cuda-emulated", "guard"))
 
 
+def backends() -> list[str]:
+    """The devices of this installation."""
+    gpu = Path(_core.__file__).with_name("_qkv_cuda.so").is_file()
+    return ["cpu", *(["cuda:0"] if gpu else [])]
+
+
+def check_pool_size(device: str, kv_tokens: int | None) -> None:
+    """What is left of a GPU's memory is not asked for, and the machine's says nothing of it."""
+    if device.startswith("cuda:") and kv_tokens is None:
+        raise ValueError(f"kv_tokens=None: must be given with device={device!r}")
+
+
 def device_library(device: str) -> str | None:
     """The backend that `device` names, a file beside the core module; None: it is in the module.
     "auto" is the CPU. UnsupportedError if this installation has no such file."""

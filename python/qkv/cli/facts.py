@@ -60,7 +60,7 @@ def _info(args: argparse.Namespace) -> int:
         "version": __version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "backends": ["cpu"],
+        "backends": options.backends(),
         "instruction_sets": {name: usable for name, usable in _core.isas()},
         "threads": _core.threads_available(),
         "free_memory_bytes": options.free_memory(),
