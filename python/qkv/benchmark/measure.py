@@ -24,9 +24,16 @@ def _params(output_tokens: Sequence[int]) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=n, ignore_eos=True, temperature=0.0) for n in output_tokens]
 
 
+def _added(latest: NDArray[np.float64]) -> NDArray[np.float64]:
+    """When each request was added. A stamp may come late, by other rows' or other processes' work,
+    never early; and requests are added in order."""
+    return np.minimum.accumulate(latest[::-1])[::-1]
+
+
 def measure(engine: Engine, table: NDArray[np.int32], workload: Workload, seed: int) -> Run:
     """The run of Workload.draw()'s table, from an empty prefix cache. All prompts are known to the
-    engine at the start, and as many as there are users may run at a time. Error: a row's."""
+    engine at the start (of very many as far as it reads ahead), and as many as there are users may
+    run at a time. Error: a row's."""
     core = engine._core
     with engine._exclusive():
         core.flush()
@@ -53,12 +60,12 @@ def measure(engine: Engine, table: NDArray[np.int32], workload: Workload, seed: 
             raise Error(f"request {output.index}: {output.error}")
     after = core.counts()
     metrics = [output.metrics for output in outputs]
-    finished = ends - start
-    added = finished - np.array([m.total_time for m in metrics])
+    total = np.array([m.total_time for m in metrics])
+    added = _added(ends - start - total)
     return Run(
         admitted=added + np.array([m.queue_time for m in metrics]),
         first_token=added + np.array([m.time_to_first_token for m in metrics]),
-        finished=finished,
+        finished=added + total,
         prompt_tokens=np.array([m.prompt_tokens for m in metrics], np.int32),
         cached_tokens=np.array([m.cached_tokens for m in metrics], np.int32),
         output_tokens=np.array([m.output_tokens for m in metrics], np.int32),
