@@ -68,6 +68,8 @@ struct qkv_rope_desc {
         *inv_freq; /* [n_pairs]; the angle of a pair is (float)position * inv_freq in fp32 */
     float mscale;  /* cos and sin are multiplied by it (yarn), 1 otherwise */
     enum qkv_rope_style style;
+    const float
+        *long_inv_freq; /* [n_pairs], of sequences that are long; NULL: the same (longrope) */
 };
 
 struct qkv_kv_desc {
@@ -85,6 +87,7 @@ struct qkv_batch_seq {
     const int32_t *pages; /* [n_pages] page ids in order of position, covering all positions */
     int32_t n_pages;
     int32_t fork_layer; /* the forward pass reads it (model.h), a backend does not */
+    bool is_long;       /* its rows turn by long_inv_freq: the same in all calls that share pages */
 };
 
 struct qkv_batch {
@@ -128,10 +131,12 @@ struct qkv_attention {
     const struct qkv_buffer *q_norm; /* f32 [k_dim] or NULL */
     const struct qkv_buffer *k_norm;
     float norm_eps;
-    const struct qkv_rope *rope; /* or NULL */
-    float scale;                 /* of the logits */
-    float softcap;               /* of the logits, 0: none */
-    int32_t window;              /* position p sees p - window + 1 .. p; 0: everything up to p */
+    const struct qkv_rope *rope;    /* or NULL */
+    const struct qkv_buffer *sinks; /* f32 [n_heads] or NULL: one more logit, scaled and capped
+                                       already, in the denominator of each head alone (gpt-oss) */
+    float scale;                    /* of the logits */
+    float softcap;                  /* of the logits, 0: none */
+    int32_t window;                 /* position p sees p - window + 1 .. p; 0: everything up to p */
     bool quantize_q; /* each head's q of each row becomes e4m3 codes times its own amax / 448 */
 };
 

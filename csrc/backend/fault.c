@@ -293,6 +293,7 @@ static enum qkv_status fault_rope_create(struct qkv_error *err, struct qkv_devic
     *turn = (struct turn){*out, *desc, memory};
     memcpy(turn->inv_freq, desc->inv_freq, (size_t)desc->n_pairs * sizeof(float));
     turn->desc.inv_freq = turn->inv_freq;
+    turn->desc.long_inv_freq = NULL; /* damage turns long sequences by the same angles */
     return QKV_OK;
 }
 

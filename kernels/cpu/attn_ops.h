@@ -46,6 +46,7 @@ struct qkv_attn_call {
     const float *rope_sin;
     int32_t n_pairs;
     bool interleaved;
+    const float *sinks; /* [n_heads] or NULL */
     float scale;
     float softcap;  /* 0: none */
     int32_t window; /* 0: none */

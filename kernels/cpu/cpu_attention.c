@@ -119,6 +119,10 @@ static enum qkv_status check_call(struct qkv_error *err, const struct qkv_batch 
         return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a head norm has fewer than %d weights",
                         args->layer, first->k_dim);
     }
+    if (args->sinks != NULL && args->sinks->n_bytes < n_heads * sizeof(float)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: fewer than %d sinks", args->layer,
+                        args->n_heads);
+    }
     return QKV_OK;
 }
 
@@ -300,6 +304,7 @@ static void fill_call(struct qkv_attn_call *call, const struct qkv_kv_layer *des
         .out = args->out->data,
         .out_stride = n_heads * v_dim,
         .norm_eps = args->norm_eps,
+        .sinks = args->sinks == NULL ? NULL : args->sinks->data,
         .scale = args->scale,
         .softcap = args->softcap,
         .window = args->window,

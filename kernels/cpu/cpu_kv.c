@@ -22,12 +22,14 @@ enum qkv_status qkv_cpu_rope_create(struct qkv_error *err, struct qkv_device *de
     QKV_TRY(qkv_calloc(err, 1, sizeof *rope, (void **)&rope));
     size_t n_bytes = (size_t)desc->n_pairs * sizeof(float);
     void *freq = NULL;
-    enum qkv_status status = dev->allocator.alloc(err, dev->allocator.ctx, n_bytes, &freq);
+    enum qkv_status status = dev->allocator.alloc(err, dev->allocator.ctx, 2 * n_bytes, &freq);
     if (status != QKV_OK) {
         free(rope);
         return status;
     }
     memcpy(freq, desc->inv_freq, n_bytes);
+    memcpy((float *)freq + desc->n_pairs,
+           desc->long_inv_freq != NULL ? desc->long_inv_freq : desc->inv_freq, n_bytes);
     rope->n_pairs = desc->n_pairs;
     rope->mscale = desc->mscale;
     rope->style = desc->style;
@@ -49,7 +51,8 @@ void qkv_cpu_rope_destroy(struct qkv_device *dev, struct qkv_rope *rope)
             break;
         }
     }
-    dev->allocator.free(dev->allocator.ctx, rope->inv_freq, (size_t)rope->n_pairs * sizeof(float));
+    dev->allocator.free(dev->allocator.ctx, rope->inv_freq,
+                        2 * (size_t)rope->n_pairs * sizeof(float));
     free(rope);
 }
 
@@ -58,17 +61,24 @@ void qkv_cpu_rope_destroy(struct qkv_device *dev, struct qkv_rope *rope)
 static void rope_rows(void *ctx, size_t begin, size_t end, int thread)
 {
     const struct qkv_device *dev = ctx;
-    const int32_t *positions = dev->batch->positions;
+    const struct qkv_batch *batch = dev->batch;
     (void)thread;
     for (const struct qkv_rope *rope = dev->ropes; rope != NULL; rope = rope->next) {
         size_t n_pairs = (size_t)rope->n_pairs;
         double mscale = rope->mscale;
+        int32_t seq = 0; /* of the row */
         for (size_t row = begin; row < end; row++) {
-            float position = (float)positions[row];
+            float position = (float)batch->positions[row];
+            while (seq < batch->n_seqs &&
+                   (int32_t)row >= batch->seqs[seq].first_row + batch->seqs[seq].n_rows) {
+                seq++;
+            }
+            bool is_long = seq < batch->n_seqs && batch->seqs[seq].is_long;
+            const float *inv_freq = rope->inv_freq + (is_long ? n_pairs : 0);
             float *cos_row = rope->batch_cos + row * n_pairs;
             float *sin_row = rope->batch_sin + row * n_pairs;
             for (size_t i = 0; i < n_pairs; i++) {
-                float angle = position * rope->inv_freq[i];
+                float angle = position * inv_freq[i];
                 cos_row[i] = (float)(cos((double)angle) * mscale);
                 sin_row[i] = (float)(sin((double)angle) * mscale);
             }

@@ -44,7 +44,7 @@ struct qkv_rope {
     int32_t n_pairs;
     float mscale;
     enum qkv_rope_style style;
-    float *inv_freq;  /* [n_pairs] */
+    float *inv_freq;  /* [2, n_pairs]: the second row is of long sequences */
     float *batch_cos; /* [n_rows, n_pairs] of the current batch, in scratch memory */
     float *batch_sin;
 };

@@ -258,6 +258,9 @@ enum qkv_status qkv_cuda_attention(struct qkv_error *err, struct qkv_device *dev
     if (batch->n_seqs == 0) {
         return QKV_OK;
     }
+    if (args->sinks != NULL) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "attention: the cuda backend has no sinks");
+    }
     const struct qkv_cuda_kv_layer *layer = NULL;
     QKV_TRY(check_call(err, batch, args, &layer));
     QKV_TRY(make_plan(err, dev, args->n_heads / layer->n_kv_heads));

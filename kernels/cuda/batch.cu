@@ -9,6 +9,10 @@ enum qkv_status qkv_cuda_rope_create(struct qkv_error *err, struct qkv_device *d
     if (desc->n_pairs < 1) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "rope: %d pairs, at least 1", desc->n_pairs);
     }
+    if (desc->long_inv_freq != NULL) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "rope: the cuda backend has no frequencies for long sequences (longrope)");
+    }
     void *memory = NULL;
     void *freq = NULL;
     QKV_TRY(qkv_calloc(err, 1, sizeof(struct qkv_rope), &memory));

@@ -78,7 +78,7 @@ static double attend(const struct bench *b, struct qkv_kv *kv, const struct task
     int32_t n = task->n_rows;
     for (int32_t s = 0; s < task->n_seqs; s++) {
         const int32_t *pages = b->pages + (first + s) % b->n_seqs * N_PAGES;
-        seqs[s] = (struct qkv_batch_seq){0, s * n, n, task->first_pos, pages, N_PAGES, 0};
+        seqs[s] = (struct qkv_batch_seq){0, s * n, n, task->first_pos, pages, N_PAGES, 0, false};
         for (int32_t i = 0; i < n; i++) {
             positions[s * n + i] = task->first_pos + i;
         }

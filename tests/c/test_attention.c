@@ -20,21 +20,24 @@ struct shape {
     bool norm;
     int32_t n_pairs; /* 0: no rope */
     enum qkv_rope_style style;
+    bool sinks;
 };
 
 static const struct shape SHAPES[] = {
-    {1, 1, 32, 32, 0, 0.0f, false, 0, QKV_ROPE_HALVES},
-    {3, 1, 64, 64, 0, 0.0f, true, 32, QKV_ROPE_HALVES},
-    {8, 1, 64, 64, 0, 3.0f, false, 32, QKV_ROPE_INTERLEAVED},
-    {2, 2, 80, 80, 20, 0.0f, false, 16, QKV_ROPE_INTERLEAVED},
-    {4, 2, 96, 96, 16, 0.0f, true, 48, QKV_ROPE_HALVES},
-    {2, 1, 128, 128, 270, 2.0f, false, 64, QKV_ROPE_HALVES},
-    {5, 1, 36, 20, 1, 0.0f, true, 18, QKV_ROPE_HALVES},
-    {7, 1, 48, 112, 33, 0.0f, false, 24, QKV_ROPE_HALVES},
-    {1, 1, 256, 256, 255, 0.0f, false, 128, QKV_ROPE_HALVES},
-    {6, 3, 40, 40, 0, 0.0f, false, 20, QKV_ROPE_HALVES},
-    {70, 1, 32, 32, 40, 0.0f, false, 0,
-     QKV_ROPE_HALVES}, /* one token has more than a unit's rows */
+    {1, 1, 32, 32, 0, 0.0f, false, 0, QKV_ROPE_HALVES, false},
+    {3, 1, 64, 64, 0, 0.0f, true, 32, QKV_ROPE_HALVES, false},
+    {8, 1, 64, 64, 0, 3.0f, false, 32, QKV_ROPE_INTERLEAVED, false},
+    {2, 2, 80, 80, 20, 0.0f, false, 16, QKV_ROPE_INTERLEAVED, false},
+    {4, 2, 96, 96, 16, 0.0f, true, 48, QKV_ROPE_HALVES, false},
+    {2, 1, 128, 128, 270, 2.0f, false, 64, QKV_ROPE_HALVES, false},
+    {5, 1, 36, 20, 1, 0.0f, true, 18, QKV_ROPE_HALVES, false},
+    {7, 1, 48, 112, 33, 0.0f, false, 24, QKV_ROPE_HALVES, false},
+    {1, 1, 256, 256, 255, 0.0f, false, 128, QKV_ROPE_HALVES, false},
+    {6, 3, 40, 40, 0, 0.0f, false, 20, QKV_ROPE_HALVES, false},
+    {70, 1, 32, 32, 40, 0.0f, false, 0, QKV_ROPE_HALVES,
+     false}, /* one token has more than a unit's rows */
+    {4, 2, 64, 64, 48, 0.0f, false, 32, QKV_ROPE_HALVES, true},
+    {6, 2, 48, 32, 0, 4.0f, true, 12, QKV_ROPE_HALVES, true},
 };
 enum { N_SHAPES = sizeof SHAPES / sizeof SHAPES[0] };
 
@@ -42,7 +45,8 @@ enum { N_SHAPES = sizeof SHAPES / sizeof SHAPES[0] };
  */
 static bool is_tested(const struct qkv_cpu_isa *isa, int shape)
 {
-    return isa->usable() && (strcmp(isa->name, "scalar") != 0 || (shape % 3 == 0 && shape < 9));
+    return isa->usable() &&
+           (strcmp(isa->name, "scalar") != 0 || (shape % 3 == 0 && shape < 9) || shape == 11);
 }
 
 /* ---- random inputs ---- */
@@ -99,6 +103,12 @@ static void head_norm_weights(const struct shape *s, float *q_norm, float *k_nor
     }
 }
 
+/* From one that hardly takes any weight to one that takes nearly all. */
+static float sink_of(int32_t head)
+{
+    return -6.0f + 3.0f * (float)head;
+}
+
 static void rope_freqs(const struct shape *s, float *inv_freq)
 {
     for (int32_t i = 0; i < s->n_pairs; i++) {
@@ -131,6 +141,7 @@ struct machine {
     struct qkv_rope *rope;
     struct qkv_buffer *q_norm;
     struct qkv_buffer *k_norm;
+    struct qkv_buffer *sinks;
     struct qkv_buffer *qkv;
     struct qkv_buffer *out;
     int32_t layer;
@@ -161,7 +172,7 @@ static void machine_open(struct machine *m, const struct shape *s, const struct 
     float k_norm[256];
     if (s->n_pairs > 0) {
         rope_freqs(s, inv_freq);
-        struct qkv_rope_desc rope = {s->n_pairs, inv_freq, 1.0f, s->style};
+        struct qkv_rope_desc rope = {s->n_pairs, inv_freq, 1.0f, s->style, NULL};
         CHECK_OK(m->be->rope_create(&err, m->dev, &rope, &m->rope), err);
     }
     if (s->norm) {
@@ -171,6 +182,15 @@ static void machine_open(struct machine *m, const struct shape *s, const struct 
         m->k_norm = new_buffer(m, (size_t)s->k_dim);
         CHECK_OK(m->be->upload(&err, m->dev, m->q_norm, 0, q_norm, n_bytes), err);
         CHECK_OK(m->be->upload(&err, m->dev, m->k_norm, 0, k_norm, n_bytes), err);
+    }
+    if (s->sinks) {
+        m->sinks = new_buffer(m, (size_t)s->n_heads);
+        for (int32_t h = 0; h < s->n_heads; h++) {
+            float sink = sink_of(h);
+            CHECK_OK(
+                m->be->upload(&err, m->dev, m->sinks, (size_t)h * sizeof sink, &sink, sizeof sink),
+                err);
+        }
     }
     m->qkv = new_buffer(m, (size_t)max_rows * (size_t)qkv_dim(s));
     m->out = new_buffer(m, (size_t)max_rows * (size_t)(s->n_heads * s->v_dim));
@@ -182,6 +202,7 @@ static void machine_close(struct machine *m)
     m->be->buffer_destroy(m->dev, m->out);
     m->be->buffer_destroy(m->dev, m->q_norm);
     m->be->buffer_destroy(m->dev, m->k_norm);
+    m->be->buffer_destroy(m->dev, m->sinks);
     m->be->rope_destroy(m->dev, m->rope);
     m->be->kv_destroy(m->dev, m->kv);
     m->be->close(m->dev);
@@ -198,6 +219,7 @@ static struct qkv_attention attention_args(const struct machine *m, const struct
         .k_norm = m->k_norm,
         .norm_eps = 1e-5f,
         .rope = m->rope,
+        .sinks = m->sinks,
         .scale = 1.0f / sqrtf((float)s->k_dim),
         .softcap = s->softcap,
         .window = s->window,
@@ -224,8 +246,8 @@ static bool run_step(struct machine *m, const struct shape *s, const struct sequ
         if (n_rows == 0) {
             continue;
         }
-        seqs[batch.n_seqs] =
-            (struct qkv_batch_seq){0, batch.n_rows, n_rows, done[i], pages[i], n_pages[i], 0};
+        seqs[batch.n_seqs] = (struct qkv_batch_seq){0,        batch.n_rows, n_rows, done[i],
+                                                    pages[i], n_pages[i],   0,      false};
         which[batch.n_seqs++] = i;
         CHECK_OK(m->be->upload(&err, m->dev, m->qkv, (size_t)batch.n_rows * in_dim * sizeof(float),
                                q->rows + (size_t)done[i] * in_dim,
@@ -359,6 +381,9 @@ static void reference_row(const struct shape *s, const float *rows, const double
         weights[p] = exp(weights[p] - max);
         sum += weights[p];
     }
+    if (s->sinks) {
+        sum += exp((double)sink_of(h) - max);
+    }
     for (int32_t i = 0; i < s->v_dim; i++) {
         double o = 0.0;
         for (int32_t p = first; p <= t; p++) {
@@ -450,7 +475,7 @@ static void test_values(void)
  */
 static void test_rounding_of_weights(void)
 {
-    const struct shape s = {2, 1, 64, 64, 0, 0.0f, false, 0, QKV_ROPE_HALVES};
+    const struct shape s = {2, 1, 64, 64, 0, 0.0f, false, 0, QKV_ROPE_HALVES, false};
     enum { N = N_TOKENS, SEGMENT = 256 };
     float *rows = random_rows(&s, N, 5);
     float *out = new_out(&s, N);
@@ -644,7 +669,8 @@ static void test_lanes(void)
     for (int32_t i = 0; i < 2 * N; i++) {
         positions[i] = i % N;
     }
-    struct qkv_batch_seq seqs[2] = {{0, 0, N, 0, pages, 2, 0}, {1, N, N, 0, pages, 2, 0}};
+    struct qkv_batch_seq seqs[2] = {{0, 0, N, 0, pages, 2, 0, false},
+                                    {1, N, N, 0, pages, 2, 0, false}};
     struct qkv_batch batch = {2 * N, tokens, positions, 2, seqs, lanes, 2};
     struct qkv_attention args = attention_args(&m, s);
     CHECK_OK(m.be->upload(&err, m.dev, m.qkv, 0, rows, 2 * N * in_dim * sizeof(float)), err);
@@ -678,7 +704,7 @@ static void test_errors(void)
     for (int32_t i = 0; i < 20; i++) {
         positions[i] = i;
     }
-    struct qkv_batch_seq seq = {0, 0, 20, 0, pages, 2, 0};
+    struct qkv_batch_seq seq = {0, 0, 20, 0, pages, 2, 0, false};
     struct qkv_batch batch = {20, tokens, positions, 1, &seq, &m.kv, 1};
     struct qkv_attention args = attention_args(&m, s);
     CHECK_OK(m.be->begin(&err, m.dev, &batch), err);
@@ -698,6 +724,10 @@ static void test_errors(void)
     CHECK_ERROR(m.be->attention(&err, m.dev, &args), err, QKV_ERR_ARGUMENT, "too small");
     args.n_heads = 3;
     CHECK_OK(m.be->attention(&err, m.dev, &args), err);
+    struct qkv_buffer *sinks = new_buffer(&m, 2);
+    args.sinks = sinks;
+    CHECK_ERROR(m.be->attention(&err, m.dev, &args), err, QKV_ERR_ARGUMENT, "fewer than 3 sinks");
+    m.be->buffer_destroy(m.dev, sinks);
     machine_close(&m);
 }
 

@@ -41,7 +41,7 @@ static struct machine machine_open(const char *fault, enum qkv_rope_style style)
     for (int i = 0; i < N_PAIRS; i++) {
         inv_freq[i] = 1.0f / (float)(1 + i);
     }
-    struct qkv_rope_desc desc = {N_PAIRS, inv_freq, 1.0f, style};
+    struct qkv_rope_desc desc = {N_PAIRS, inv_freq, 1.0f, style, NULL};
     CHECK_OK(m.be->open(&err, &options, &m.dev), err);
     CHECK_OK(m.be->buffer_create(&err, m.dev, 2 * N_TOKENS * ROW * sizeof(float), &m.qkv), err);
     CHECK_OK(m.be->buffer_create(&err, m.dev, 2 * N_TOKENS * OUT * sizeof(float), &m.out), err);
@@ -79,7 +79,7 @@ static void attend(const struct machine *m, int32_t layer, const float *rows, in
     int32_t n = end - begin;
     size_t n_bytes = (size_t)n * ROW * sizeof(float);
     for (int32_t lane = 0; lane < n_lanes; lane++) {
-        seqs[lane] = (struct qkv_batch_seq){lane, lane * n, n, begin, PAGES, 2, 0};
+        seqs[lane] = (struct qkv_batch_seq){lane, lane * n, n, begin, PAGES, 2, 0, false};
         for (int32_t i = 0; i < n; i++) {
             positions[lane * n + i] = begin + i + later;
         }
@@ -236,7 +236,7 @@ static void test_what_the_model_lacks(void)
     struct machine m = machine_open("layer=0,kind=k_rotate,head=0", QKV_ROPE_HALVES);
     struct qkv_kv *kv = new_pool(&m, QKV_KV_E4M3, QKV_KV_E4M3);
     int32_t zero = 0;
-    struct qkv_batch_seq seq = {0, 0, 1, 0, PAGES, 2, 0};
+    struct qkv_batch_seq seq = {0, 0, 1, 0, PAGES, 2, 0, false};
     struct qkv_batch batch = {1, &zero, &zero, 1, &seq, &kv, 1};
     struct qkv_attention args = {.qkv = m.qkv, .out = m.out, .n_heads = N_HEADS, .scale = 1.0f};
     CHECK_OK(m.be->begin(&err, m.dev, &batch), err);

@@ -148,7 +148,7 @@ static void run_layer(const struct qkv_backend *be, struct outcome *out)
     struct qkv_buffer *y = filled_buffer(be, dev, ROWS * DIM, 0);
     struct qkv_buffer *norm = filled_buffer(be, dev, DIM, 0.1f);
     float inv_freq[8] = {1, 0.5f, 0.25f, 0.125f, 0.1f, 0.05f, 0.01f, 0.001f};
-    struct qkv_rope_desc rope_desc = {8, inv_freq, 1, QKV_ROPE_HALVES};
+    struct qkv_rope_desc rope_desc = {8, inv_freq, 1, QKV_ROPE_HALVES, NULL};
     struct qkv_rope *rope = NULL;
     CHECK_OK(be->rope_create(&err, dev, &rope_desc, &rope), err);
     struct qkv_kv_layer layer = {1, 16, 16, QKV_KV_E4M3, QKV_KV_NVFP4};

@@ -68,7 +68,7 @@ static void test_tables(void)
         for (int32_t i = 0; i < N_PAIRS[r]; i++) {
             freqs[r][i] = (float)pow(r == 1 ? 1e6 : 1e4, -(double)i / (double)N_PAIRS[r]);
         }
-        struct qkv_rope_desc desc = {N_PAIRS[r], freqs[r], MSCALE[r], QKV_ROPE_HALVES};
+        struct qkv_rope_desc desc = {N_PAIRS[r], freqs[r], MSCALE[r], QKV_ROPE_HALVES, NULL};
         CHECK_OK(be->rope_create(&err, dev, &desc, &ropes[r]), err);
     }
     int32_t positions[N];
@@ -97,9 +97,49 @@ static void test_tables(void)
     be->rope_destroy(dev, ropes[2]);
     be->rope_destroy(dev, ropes[0]);
     CHECK(dev->ropes == NULL);
-    struct qkv_rope_desc bad = {0, freqs[0], 1.0f, QKV_ROPE_HALVES};
+    struct qkv_rope_desc bad = {0, freqs[0], 1.0f, QKV_ROPE_HALVES, NULL};
     CHECK_ERROR(be->rope_create(&err, dev, &bad, &ropes[0]), err, QKV_ERR_ARGUMENT, "0 pairs");
     be->close(dev);
 }
 
-CHECK_MAIN(test_rotation, test_tables)
+/* Rows of long sequences turn by frequencies of their own, whoever else is in the batch. */
+static void test_long_sequences(void)
+{
+    enum { N = 9, PAIRS = 2 };
+    static const float SHORT[PAIRS] = {1.0f, 0.25f};
+    static const float LONG[PAIRS] = {0.5f, 0.0625f};
+    struct qkv_error err;
+    const struct qkv_backend *be = qkv_cpu_backend();
+    struct qkv_device *dev = NULL;
+    struct qkv_device_options options = {.n_threads = 2};
+    CHECK_OK(be->open(&err, &options, &dev), err);
+    struct qkv_rope_desc desc = {PAIRS, SHORT, 1.0f, QKV_ROPE_HALVES, LONG};
+    struct qkv_rope *rope = NULL;
+    CHECK_OK(be->rope_create(&err, dev, &desc, &rope), err);
+    int32_t positions[N];
+    int32_t tokens[N] = {0};
+    for (int32_t i = 0; i < N; i++) {
+        positions[i] = 3 + i;
+    }
+    struct qkv_batch_seq seqs[] = {
+        {.first_row = 0, .n_rows = 4, .is_long = true},
+        {.first_row = 4, .n_rows = 3},
+        {.first_row = 7, .n_rows = 2, .is_long = true},
+    };
+    struct qkv_batch batch = {
+        .n_rows = N, .tokens = tokens, .positions = positions, .seqs = seqs, .n_seqs = 3};
+    dev->batch = &batch;
+    CHECK_OK(qkv_cpu_rope_begin(&err, dev), err);
+    for (int32_t row = 0; row < N; row++) {
+        for (int32_t i = 0; i < PAIRS; i++) {
+            const bool is_long = row < 4 || row >= 7;
+            float angle = (float)positions[row] * (is_long ? LONG : SHORT)[i];
+            CHECK_EQ_FLOAT(rope->batch_cos[row * PAIRS + i], (float)cos((double)angle));
+        }
+    }
+    dev->batch = NULL;
+    be->rope_destroy(dev, rope);
+    be->close(dev);
+}
+
+CHECK_MAIN(test_rotation, test_tables, test_long_sequences)
