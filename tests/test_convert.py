@@ -108,6 +108,16 @@ def test_scales_of_the_kv_cache_are_kept(
     assert convert.convert(model, tmp_path / "mlx", "mlx_q4").notes[-1].startswith("4 scales")
 
 
+@pytest.mark.parametrize("name", convert.names())
+def test_fused_matrices_in_every_format(tmp_path: Path, name: str) -> None:
+    """q, k and v as one tensor, gate and up as another: a matrix like any other."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    make_tiny.write(model, "phi3", **SHAPE)
+    done = convert.convert(model, out, name)
+    assert done.n_quantized == (10 if name.startswith("mlx") else 8) and done.left == []
+    assert np.abs(logprobs(out) - logprobs(model, quantization=name)).max() < 1e-4
+
+
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -129,11 +139,11 @@ def test_llama3_scaling_is_found_in_its_divisors(tmp_path: Path) -> None:
     assert not (tmp_path / "out2").exists()
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "phi3", "glm4", "gemma2", "gemma3"])
 def test_gguf_becomes_a_folder(tmp_path: Path, arch: str) -> None:
     """The same floats as GGUF and as safetensors: the same checkpoint, but for the config's and the
     norms' precision."""
-    shape = {**SHAPE, "head_dim": 32} if arch in ("qwen3", "gemma3") else SHAPE
+    shape = {**SHAPE, "head_dim": 32} if arch in ("qwen3", "glm4", "gemma2", "gemma3") else SHAPE
     make_tiny.write(tmp_path / "folder", arch, seed=6, dtype="F32", **shape)
     make_tiny.write_gguf(tmp_path / "m.gguf", arch, seed=6, types="F32", codec=_core, **shape)
     for source, out in (("folder", "a"), ("m.gguf", "b")):
@@ -142,7 +152,7 @@ def test_gguf_becomes_a_folder(tmp_path: Path, arch: str) -> None:
     assert tensors(a) == tensors(b)
     first, second = _core.Checkpoint(str(a)), _core.Checkpoint(str(b))
     for name in tensors(a):
-        if arch == "gemma3" and "norm" in name:  # stored plus one
+        if arch.startswith("gemma") and "norm" in name:  # stored plus one
             np.testing.assert_allclose(
                 first.dequantize(name), second.dequantize(name), atol=1e-6, err_msg=name
             )
@@ -152,7 +162,7 @@ def test_gguf_becomes_a_folder(tmp_path: Path, arch: str) -> None:
     second.close()
     online = logprobs(tmp_path / "m.gguf", quantization="w8a8_fp8", activation_quant="off")
     off = np.abs(logprobs(b, activation_quant="off") - online).max()
-    assert off < 1e-4 if arch == "gemma3" else off == 0
+    assert off < 1e-4 if arch.startswith("gemma") else off == 0
     text = "a plain sentence"
     with qkv.Engine(a, kv_tokens=64) as x, qkv.Engine(b, kv_tokens=64) as y:
         assert x.tokenizer.encode(text) == y.tokenizer.encode(text)

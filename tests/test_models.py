@@ -26,6 +26,9 @@ BASES = (
     "base-qwen2-tiny",
     "base-qwen3-s-tiny",
     "base-gemma3-tiny",
+    "base-gemma2-tiny",
+    "base-phi3-tiny",
+    "base-glm4-tiny",
 )
 GGUFS = ("gguf-q4_k_m-llama-g", "gguf-mixed-llama-g")
 N_GREEDY = 32
@@ -206,13 +209,15 @@ def test_dtypes_against_reference(tmp_path: Path, arch: str, dtype: str) -> None
     check_against_reference(tmp_path, tiny, seed=12)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "phi3", "glm4", "gemma2", "gemma3"])
 def test_gguf_against_reference(tmp_path: Path, arch: str) -> None:
     """Names, permuted rows and norms; the pattern and scales that Gemma's GGUF files leave out."""
     overrides: dict[str, Any] = {}
     if arch == "gemma3":
         pattern = {"sliding_window_pattern": 6, "num_hidden_layers": 7}
         overrides = {"query_pre_attn_scalar": 32, **pattern}
+    elif arch == "gemma2":
+        overrides = {"query_pre_attn_scalar": 32}
     path = tmp_path / "tiny.gguf"
     tiny = make_tiny.write_gguf(path, arch, seed=13, types="F16", **overrides)
     check_against_reference(path, tiny, seed=14)
@@ -232,12 +237,21 @@ def test_gguf_rope_scaling_against_reference(tmp_path: Path, kind: str) -> None:
     check_against_reference(path, tiny, seed=16)
 
 
+@pytest.mark.parametrize("original", [59, 60])
+def test_gguf_longrope_against_reference(tmp_path: Path, original: int) -> None:
+    """Factors as tensors; 60 tokens are more than 59, and not more than 60."""
+    path = tmp_path / "tiny.gguf"
+    config = {**tiny_cases.LONGROPE, "original_max_position_embeddings": original}
+    tiny = make_tiny.write_gguf(path, "phi3", seed=15, **config)
+    check_against_reference(path, tiny, seed=16)
+
+
 QUANTIZED = {"attn_q": "Q4_K", "attn_k": "Q5_K", "attn_v": "Q6_K", "attn_output": "Q8_0"}
 QUANTIZED |= {"ffn_gate": "Q4_0", "ffn_up": "Q4_1", "ffn_down": "Q5_0", "token_embd": "Q5_1"}
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "phi3", "glm4"])
 def test_quantized_gguf_against_reference(tmp_path: Path, arch: str, tied: bool) -> None:
     """Every quantized type of this version in one file, q and k of llama permuted in blocks."""
     path = tmp_path / "tiny.gguf"

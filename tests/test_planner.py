@@ -213,6 +213,26 @@ def test_multi_head_attention_and_lists_of_heads() -> None:
     assert kv_shape({"text_config": base, "model_type": "vl"}).layers == ((4, 16, 16),) * 3
 
 
+@pytest.mark.parametrize(
+    ("config", "n_bytes"),
+    [
+        ({"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2,
+          "head_dim": 128, "hidden_size": 4096, "model_type": "glm4"}, 40960),
+        ({"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None,
+          "hidden_size": 3072, "sliding_window": 2047, "model_type": "phi3"}, 393216),
+        ({"num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8,
+          "head_dim": 256, "hidden_size": 3584, "model_type": "gemma2"}, 344064),
+        ({"text_config": {"num_hidden_layers": 48, "num_attention_heads": 16,
+                          "num_key_value_heads": 8, "head_dim": 256, "hidden_size": 3840,
+                          "model_type": "gemma3_text"}, "vision_config": {}}, 393216),
+    ],
+    ids=["GLM-4-9B-0414", "Phi-3-mini-4k", "Gemma-2-9B", "Gemma-3-12B"],
+)  # fmt: skip
+def test_dense_architectures(config: dict[str, Any], n_bytes: int) -> None:
+    assert kv_shape(config).bytes_per_token("bf16") == n_bytes
+    assert kv_shape(config).bytes_per_token("fp8_e4m3") == n_bytes // 2
+
+
 def test_layers_with_a_state_are_not_counted() -> None:
     kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 9
     config = {**QWEN3_8B, "layer_types": kinds}

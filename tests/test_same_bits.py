@@ -25,6 +25,7 @@ from core_runs import (
     run_row,
 )
 from qkv import _core
+from ref import tiny_cases
 
 SMALL = 192
 COUNTS = (1, 7, 64)
@@ -36,6 +37,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"num_hidden_layers": 2},
     "qwen3": {"num_hidden_layers": 2},
     "gemma3": {"num_hidden_layers": 3},
+    # Sequences of more than 64 tokens turn by other angles than shorter ones.
+    "phi3": {**tiny_cases.LONGROPE, "original_max_position_embeddings": 64, "sliding_window": 24},
+    "glm4": {"num_hidden_layers": 2},
+    "gemma2": {"num_hidden_layers": 2},
 }
 
 
@@ -143,7 +148,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def other_settings() -> list[Any]:
-    out: list[tuple[str, dict[str, Any]]] = [("gemma3", {})]
+    out: list[tuple[str, dict[str, Any]]] = [(arch, {}) for arch in ("gemma3", "phi3")]
     out += [(arch, {"compute_dtype": "float32"}) for arch in ("llama", "gemma3")]
     usable = [name for name, is_usable in _core.isas() if is_usable]
     out += [("mistral", {"isa": name}) for name in usable[1:]]  # the best one is the default

@@ -25,6 +25,7 @@ from core_runs import (
     run_row,
 )
 from qkv import _core
+from ref import tiny_cases
 
 SMALL = 192
 N_REQUESTS = 20
@@ -39,6 +40,10 @@ class Cache(NamedTuple):
     lane: Lane
     query_dtype: str = "bf16"
     isa: str | None = None
+    config: tuple[tuple[str, Any], ...] = ()
+
+
+LONGROPE = tuple({**tiny_cases.LONGROPE, "original_max_position_embeddings": 64}.items())
 
 
 def everywhere(k: str, v: str, n_layers: int = 2) -> Lane:
@@ -57,6 +62,13 @@ CACHES = {
     "by layer": Cache(
         "gemma3", [("bf16", "fp8_e4m3"), ("fp4_mx_block16", "mxfp8"), ("nvfp4", "fp8_e5m2")]
     ),
+    "phi3 by layer": Cache(
+        "phi3", [("fp8_e4m3", "mxfp8"), ("fp4_mx_block16", "bf16_stochastic")], config=LONGROPE
+    ),
+    "glm4 by layer": Cache("glm4", [("nvfp4", "fp8_e5m2"), ("bf16", "fp8_e4m3")]),
+    "gemma2 by layer": Cache(
+        "gemma2", [("fp8_e5m2", "nvfp4"), ("mxfp8", "fp4_mx_block16"), ("fp8_e4m3", "bf16")]
+    ),
     "fp8 queries": Cache("llama", everywhere("fp8_e4m3", "mxfp8"), "fp8_e4m3"),
     "fp8 queries, by layer": Cache(
         "mistral", [("nvfp4", "bf16"), ("bf16", "fp4_mx_block16")], "fp8_e4m3"
@@ -68,7 +80,7 @@ CACHES = {
     for isa, usable in _core.isas()
     if usable
 }
-LAYERS = {"gemma3": 3}
+LAYERS = {"gemma2": 3, "gemma3": 3}
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "cache": tuple(CACHES),
@@ -109,7 +121,9 @@ def reference(tiny: Callable[..., Path]) -> References:
     def make(name: str) -> tuple[Path, list[Request], dict[int, _core.Result]]:
         if name not in made:
             cache = CACHES[name]
-            path = tiny(cache.arch, num_hidden_layers=LAYERS.get(cache.arch, 2))
+            path = tiny(
+                cache.arch, num_hidden_layers=LAYERS.get(cache.arch, 2), **dict(cache.config)
+            )
             requests = mixed_requests(N_REQUESTS, 512, seed=21)
             made[name] = (path, requests, alone(path, requests, **engine_options(cache)))
         return made[name]

@@ -66,6 +66,7 @@ static enum qkv_status add_slice(struct qkv_error *err, struct qkv_batch_arrays 
         .first_pos = first,
         .pages = seq->pages,
         .n_pages = seq->n_pages,
+        .is_long = seq->is_long,
     };
     memcpy(arrays->tokens + *row, seq->tokens + first, (size_t)n_rows * sizeof(int32_t));
     for (int32_t r = 0; r < n_rows; r++) {

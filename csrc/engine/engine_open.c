@@ -296,6 +296,7 @@ static enum qkv_status create_lanes(struct qkv_error *err, struct qkv_engine *en
         .max_running = options->max_running,
         .prefix_cache = options->prefix_cache,
         .offline = options->offline,
+        .long_above = qkv_model_get_config(engine->models[QKV_PHASE_DECODE])->long_above,
     };
     return qkv_scheduler_create(err, &scheduler, &engine->scheduler);
 }

@@ -211,6 +211,8 @@ static void fill_batch(struct qkv_lockstep *run, int32_t n_rows)
 {
     struct qkv_engine *engine = run->engine;
     struct qkv_batch_arrays *arrays = &engine->batch;
+    const int32_t above = qkv_model_get_config(engine->models[QKV_PHASE_DECODE])->long_above;
+    const bool is_long = above > 0 && run->n_rows + 1 > above;
     for (int32_t i = 0; i < run->n_computed; i++) {
         const int32_t lane = run->computed[i];
         const int32_t first_row = i * n_rows;
@@ -222,6 +224,7 @@ static void fill_batch(struct qkv_lockstep *run, int32_t n_rows)
             .pages = run->pages,
             .n_pages = qkv_pages_for(run->n_done + n_rows),
             .fork_layer = i == 0 ? 0 : engine->fork_layers[lane],
+            .is_long = is_long,
         };
         for (int32_t r = 0; r < n_rows; r++) {
             arrays->tokens[first_row + r] = run->tokens[run->n_done + r];

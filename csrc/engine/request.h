@@ -34,6 +34,7 @@ struct qkv_seq {
                                phase, where the engine has two sets: their pages are never found as
                                prefixes, nor come from one. INT32_MAX after create: none are */
     int32_t n_retractions;
+    bool is_long;   /* while it runs: its pages are those of a long sequence */
     int32_t *pages; /* [n_pages] ids in the lane's pool */
     int32_t n_pages;
     void *user; /* the engine's */

@@ -231,6 +231,12 @@ static void stop_running(struct qkv_scheduler *scheduler, struct qkv_seq *seq)
 
 /* ---- Plan: retraction ---- */
 
+static bool becomes_long(const struct qkv_scheduler *scheduler, const struct qkv_seq *seq)
+{
+    const int32_t above = scheduler->options.long_above;
+    return above > 0 && seq->n_tokens > above;
+}
+
 /* What would have to be computed again: cached positions but those that another sequence keeps. */
 static int32_t recompute_cost(const struct qkv_lane *lane, const struct qkv_seq *seq)
 {
@@ -319,6 +325,18 @@ static enum qkv_status serve_running(struct qkv_error *err, struct qkv_scheduler
     return QKV_OK;
 }
 
+/* Those whose pages were computed when they were short. Each sequence comes here once. */
+static void retract_outgrown(struct qkv_scheduler *scheduler)
+{
+    struct qkv_seq *next;
+    for (struct qkv_seq *seq = scheduler->first_running; seq != NULL; seq = next) {
+        next = seq->next;
+        if (!seq->is_long && becomes_long(scheduler, seq)) {
+            retract(scheduler, seq);
+        }
+    }
+}
+
 /* ---- Plan: admission ---- */
 
 static enum qkv_status reserve_slices(struct qkv_error *err, struct qkv_scheduler *scheduler,
@@ -334,7 +352,7 @@ static enum qkv_status reserve_slices(struct qkv_error *err, struct qkv_schedule
 /* At least one token is left to compute: its logits are what is wanted. */
 static int32_t reusable_pages(const struct qkv_scheduler *scheduler, const struct qkv_seq *seq)
 {
-    if (!scheduler->options.prefix_cache) {
+    if (!scheduler->options.prefix_cache || becomes_long(scheduler, seq)) {
         return 0;
     }
     int32_t n_reusable = seq->n_tokens - 1;
@@ -362,7 +380,7 @@ static int32_t awaited_pages(const struct qkv_scheduler *scheduler, const struct
         const struct qkv_seq *seq = scheduler->slices[i].seq;
         int32_t n_full = qkv_shareable_pages(seq, seq->n_tokens);
         int32_t n_same = 0;
-        if (seq->lane != candidate->lane || n_full <= n_known ||
+        if (seq->lane != candidate->lane || seq->is_long || n_full <= n_known ||
             !same_pages(seq, candidate, n_known, n_known + 1) ||
             !same_pages(seq, candidate, 0, n_known)) {
             continue;
@@ -387,6 +405,7 @@ static void admit(struct qkv_scheduler *scheduler, struct qkv_seq *seq,
     qkv_waiting_remove(scheduler->waiting, seq);
     qkv_radix_lock(lane->tree, match->node);
     qkv_radix_path(lane->tree, match->node, seq->pages, match->n_pages);
+    seq->is_long = becomes_long(scheduler, seq);
     seq->node = match->node;
     seq->n_pages = match->n_pages;
     seq->n_shared_pages = match->n_pages;
@@ -556,6 +575,7 @@ enum qkv_status qkv_scheduler_plan(struct qkv_error *err, struct qkv_scheduler *
     int64_t n_retractions = scheduler->n_retractions;
     scheduler->n_slices = 0;
     QKV_TRY(count_wants(err, scheduler));
+    retract_outgrown(scheduler);
     QKV_TRY(serve_running(err, scheduler));
     QKV_TRY(plan_rows(err, scheduler));
     list_new_pages(scheduler);
@@ -599,7 +619,7 @@ enum qkv_status qkv_scheduler_commit(struct qkv_error *err, struct qkv_scheduler
         bool sampled = slice->last && seq->n_tokens > seq->n_prompt;
         scheduler->n_prefill_rows += slice->n_rows - (sampled ? 1 : 0);
         seq->n_cached += slice->n_rows;
-        if (scheduler->options.prefix_cache) {
+        if (scheduler->options.prefix_cache && !seq->is_long) {
             share_full_pages(qkv_lane_of(scheduler, seq), seq);
         }
     }

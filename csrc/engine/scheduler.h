@@ -8,7 +8,11 @@
  * Orders. Offline: the queue is known, so waiting sequences are taken along their prefix tree
  * (lexicographic order of tokens = depth first), and one whose prefix another is just computing
  * waits for it: each shared prefix is computed once while it is resident. FCFS: by submission, as a
- * server would. */
+ * server would.
+ *
+ * Where long sequences have other keys (longrope: qkv_model_config.long_above), one that becomes
+ * long is retracted and computed again, and the pages of long ones are found by nobody: a cached
+ * prefix is always one of short sequences. */
 #ifndef QKV_ENGINE_SCHEDULER_H
 #define QKV_ENGINE_SCHEDULER_H
 
@@ -27,7 +31,8 @@ struct qkv_scheduler_options {
     int32_t chunk_tokens; /* prefill rows per step */
     int32_t max_running;  /* sequences, over all lanes; qkv_scheduler_limit() changes it */
     bool prefix_cache;
-    bool offline; /* else first come, first served */
+    bool offline;       /* else first come, first served */
+    int32_t long_above; /* sequences of more tokens are long; 0: none is */
 };
 
 /* A sequence's part of a step: rows for positions n_cached .. n_cached + n_rows - 1. */

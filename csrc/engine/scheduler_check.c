@@ -28,7 +28,7 @@ static enum qkv_status check_seq(struct qkv_error *err, const struct qkv_schedul
     }
     if (seq->n_pages < qkv_pages_for(seq->n_cached) ||
         seq->n_pages > qkv_pages_for(seq->n_tokens) ||
-        seq->n_shared_pages != (scheduler->options.prefix_cache ? n_full : 0)) {
+        seq->n_shared_pages != (scheduler->options.prefix_cache && !seq->is_long ? n_full : 0)) {
         return qkv_fail(err, QKV_ERR_INTERNAL,
                         "sequence %lld: %d pages, %d of them shared, for %d of %d tokens", id,
                         (int)seq->n_pages, (int)seq->n_shared_pages, (int)seq->n_cached,

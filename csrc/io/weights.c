@@ -11,6 +11,7 @@
 #include "io/json.h"
 #include "io/name_list.h"
 #include "io/safetensors.h"
+#include "io/text_part.h"
 
 static const char single_name[] = "model.safetensors";
 static const char index_name[] = "model.safetensors.index.json";
@@ -34,6 +35,9 @@ struct qkv_weights {
     size_t n_tensors;
     struct qkv_name *names; /* sorted; index: into tensors */
     size_t *owner;          /* [n_tensors] file of each tensor */
+    char *text_names;       /* of a multimodal checkpoint's text part: names that lack its prefix */
+    size_t n_left_out;
+    const char *left_out; /* the first of these */
 };
 
 /* --- files ----------------------------------------------------------------------------------- */
@@ -509,12 +513,70 @@ static enum qkv_status open_path(struct qkv_error *err, struct qkv_weights *weig
                     "%s: neither a folder nor a .safetensors or .gguf file", path);
 }
 
+static bool any_text(const struct qkv_weights *weights, bool inner)
+{
+    const char *pieces[2];
+    for (size_t i = 0; i < weights->n_tensors; i++) {
+        if (qkv_text_name(weights->tensors[i].name, inner, pieces) &&
+            pieces[1] != weights->tensors[i].name) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Leaves the text part of a multimodal checkpoint in the directory, and nothing else. */
+static enum qkv_status keep_text_part(struct qkv_error *err, struct qkv_weights *weights)
+{
+    const bool inner = any_text(weights, true);
+    if (weights->container == QKV_CONTAINER_GGUF || (!inner && !any_text(weights, false))) {
+        return QKV_OK;
+    }
+    size_t n_bytes = 0;
+    for (size_t i = 0; i < weights->n_tensors; i++) {
+        n_bytes += strlen(weights->tensors[i].name) + 1;
+    }
+    void *block = NULL;
+    QKV_TRY(qkv_calloc(err, n_bytes, 1, &block));
+    weights->text_names = block;
+    char *name = weights->text_names;
+    size_t n_kept = 0;
+    for (size_t i = 0; i < weights->n_tensors; i++) {
+        struct qkv_tensor tensor = weights->tensors[i];
+        const char *pieces[2];
+        if (!qkv_text_name(tensor.name, inner, pieces)) {
+            weights->left_out = weights->n_left_out++ == 0 ? tensor.name : weights->left_out;
+            continue;
+        }
+        const size_t length = strlen(pieces[0]) + strlen(pieces[1]);
+        (void)snprintf(name, length + 1, "%s%s", pieces[0], pieces[1]);
+        tensor.name = name;
+        weights->tensors[n_kept] = tensor;
+        weights->owner[n_kept] = weights->owner[i];
+        weights->names[n_kept] = (struct qkv_name){name, length, n_kept};
+        name += length + 1;
+        n_kept++;
+    }
+    weights->n_tensors = n_kept;
+    qkv_names_sort(weights->names, n_kept);
+    return QKV_OK;
+}
+
+size_t qkv_weights_n_left_out(const struct qkv_weights *weights, const char **first)
+{
+    *first = weights->left_out;
+    return weights->n_left_out;
+}
+
 enum qkv_status qkv_weights_open(struct qkv_error *err, const char *path, struct qkv_weights **out)
 {
     void *block = NULL;
     QKV_TRY(qkv_calloc(err, 1, sizeof(struct qkv_weights), &block));
     struct qkv_weights *weights = block;
     enum qkv_status status = open_path(err, weights, path);
+    if (status == QKV_OK) {
+        status = keep_text_part(err, weights);
+    }
     if (status != QKV_OK) {
         qkv_weights_close(weights);
         return status;
@@ -533,6 +595,7 @@ void qkv_weights_close(struct qkv_weights *weights)
     free(weights->tensors);
     free(weights->names);
     free(weights->owner);
+    free(weights->text_names);
     free(weights->folder);
     free(weights);
 }

@@ -39,6 +39,10 @@ void qkv_weights_close(struct qkv_weights *weights); /* NULL is fine */
 enum qkv_container qkv_weights_container(const struct qkv_weights *weights);
 size_t qkv_weights_count(const struct qkv_weights *weights);
 const struct qkv_tensor *qkv_weights_at(const struct qkv_weights *weights, size_t index);
+/* Tensors of the files that are not in the directory: in a multimodal checkpoint all but the text
+ * part's (language_model.* or model.language_model.*), which go by the names that they have in a
+ * model of text alone. *first is the name of one of them, NULL if there are none. */
+size_t qkv_weights_n_left_out(const struct qkv_weights *weights, const char **first);
 /* NULL if there is none. */
 const struct qkv_tensor *qkv_weights_find(const struct qkv_weights *weights, const char *name);
 

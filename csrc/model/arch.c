@@ -10,7 +10,7 @@ enum {
     HIDDEN_MAX = 1 << 20,
     FFN_MAX = 1 << 22,
     HEADS_MAX = 4096,
-    HEAD_DIM_MAX = 1024,
+    HEAD_DIM_MAX = QKV_HEAD_DIM_MAX,
     VOCAB_MAX = 1 << 24,
     NAME_MAX_BYTES = 64
 };
@@ -77,6 +77,40 @@ static enum qkv_status derive_head_dim(struct qkv_error *err, const struct qkv_s
     return QKV_OK;
 }
 
+/* Channels that are rotated: a share of the head's in config.json, a number in GGUF. */
+static enum qkv_status read_rotated(struct qkv_error *err, const struct qkv_source *source,
+                                    double share, struct qkv_model_config *out)
+{
+    const bool partial = share != 0.0;
+    share = partial ? share : 1.0;
+    if (partial && source->gguf == NULL) {
+        const struct qkv_key key = QKV_KEY("partial_rotary_factor", NULL);
+        QKV_TRY(qkv_source_real(err, source, key, 1e-3, 1.0, &share));
+        const struct qkv_source params = {.object =
+                                              qkv_json_find(source->object, "rope_parameters"),
+                                          .object_name = "config.json: rope_parameters"};
+        if (params.object != NULL && params.object->type == QKV_JSON_OBJECT) {
+            QKV_TRY(qkv_source_real(err, &params, key, 1e-3, 1.0, &share));
+        }
+    }
+    int32_t rotated = (int32_t)(out->head_dim * share);
+    QKV_TRY(qkv_source_int(err, source, QKV_KEY(NULL, "rope.dimension_count"), 1, HEAD_DIM_MAX,
+                           &rotated));
+    if (rotated > out->head_dim || rotated < 2 || rotated % 2 != 0) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "%d channels of a head are rotated, must be even and 2 .. %d", (int)rotated,
+                        (int)out->head_dim);
+    }
+    if (!partial && rotated != out->head_dim) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "heads of %d channels, %d of them rotated: in this architecture only equal "
+                        "numbers are supported",
+                        (int)out->head_dim, (int)rotated);
+    }
+    out->rope_dim = rotated;
+    return QKV_OK;
+}
+
 static enum qkv_status read_heads(struct qkv_error *err, const struct qkv_source *source,
                                   const struct qkv_arch_defaults *defaults,
                                   struct qkv_model_config *out)
@@ -107,17 +141,15 @@ static enum qkv_status read_heads(struct qkv_error *err, const struct qkv_source
                         (int)out->head_dim, (int)HEAD_DIM_MAX);
     }
     int32_t v_dim = out->head_dim;
-    int32_t rotated = out->head_dim;
     QKV_TRY(qkv_source_int(err, source, QKV_KEY(NULL, "attention.value_length"), 1, HEAD_DIM_MAX,
                            &v_dim));
-    QKV_TRY(qkv_source_int(err, source, QKV_KEY(NULL, "rope.dimension_count"), 1, HEAD_DIM_MAX,
-                           &rotated));
-    if (v_dim != out->head_dim || rotated != out->head_dim) {
+    if (v_dim != out->head_dim) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "heads of %d channels for keys, %d for values, %d of them rotated: only "
-                        "equal numbers are supported",
-                        (int)out->head_dim, (int)v_dim, (int)rotated);
+                        "heads of %d channels for keys, %d for values: only equal numbers are "
+                        "supported",
+                        (int)out->head_dim, (int)v_dim);
     }
+    QKV_TRY(read_rotated(err, source, defaults->partial_rotary, out));
     out->attn_scale = 1.0 / sqrt(out->head_dim);
     return QKV_OK;
 }
@@ -233,6 +265,59 @@ enum qkv_status qkv_arch_window(struct qkv_error *err, const struct qkv_source *
                            QKV_POSITIONS_MAX, &value));
     *out = value;
     return QKV_OK;
+}
+
+enum qkv_status qkv_arch_alternate(struct qkv_error *err, const struct qkv_source *source,
+                                   int32_t pattern, struct qkv_model_config *out)
+{
+    bool sliding[QKV_LAYERS_MAX];
+    bool found;
+    QKV_TRY(qkv_arch_layer_types(err, source, out->n_layers, sliding, &found));
+    int32_t window;
+    QKV_TRY(qkv_arch_window(err, source, 4096, &window));
+    for (int32_t i = 0; i < out->n_layers; i++) {
+        const bool slides = found ? sliding[i] : (i + 1) % pattern != 0;
+        if (slides && window == 0) {
+            return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                            "layer %d is of type sliding_attention, but sliding_window is null",
+                            (int)i);
+        }
+        out->layers[i].window = slides ? window : 0;
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_arch_gemma(struct qkv_error *err, const struct qkv_source *source,
+                               int32_t layers_of_27b, double final_cap,
+                               struct qkv_model_config *out)
+{
+    bool encoder = false;
+    QKV_TRY(qkv_source_bool(err, source, QKV_KEY("use_bidirectional_attention", NULL), &encoder));
+    if (encoder) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "config.json: use_bidirectional_attention: encoders are not supported");
+    }
+    double scalar = 256.0;
+    if (source->gguf != NULL) {
+        scalar = out->n_layers == layers_of_27b ? (double)out->hidden / out->n_heads
+                                                : (double)out->head_dim;
+    }
+    QKV_TRY(
+        qkv_source_real(err, source, QKV_KEY("query_pre_attn_scalar", NULL), 1e-3, 1e6, &scalar));
+    out->attn_scale = 1.0 / sqrt(scalar);
+    out->embed_scale = sqrt(out->hidden);
+    out->post_norms = true;
+    out->norm_names = QKV_NORMS_GEMMA;
+    /* The converter to GGUF has added the one. */
+    out->norm_plus_one = source->gguf == NULL;
+    return qkv_arch_softcap(err, source, "final_logit_softcapping", final_cap, &out->logit_softcap);
+}
+
+enum qkv_status qkv_arch_softcap(struct qkv_error *err, const struct qkv_source *source,
+                                 const char *key, double cap, double *out)
+{
+    *out = is_null(source, key) ? 0.0 : cap;
+    return qkv_source_real(err, source, (struct qkv_key){key, key}, 1e-3, 1e6, out);
 }
 
 enum qkv_status qkv_arch_qwen_windows(struct qkv_error *err, const struct qkv_source *source,

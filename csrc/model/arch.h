@@ -18,6 +18,7 @@ struct qkv_arch_defaults {
     int32_t head_dim;   /* 0: hidden / n_heads */
     int32_t max_positions;
     bool tied;
+    double partial_rotary; /* share of a head's channels that are rotated; 0: all, always */
 };
 
 /* Sizes, vocabulary, positions, norm epsilon, tying; attn_scale from head_dim. */
@@ -48,6 +49,21 @@ enum qkv_status qkv_arch_layer_types(struct qkv_error *err, const struct qkv_sou
 /* sliding_window, `window` if it is absent, 0 if it is null. */
 enum qkv_status qkv_arch_window(struct qkv_error *err, const struct qkv_source *source,
                                 int32_t window, int32_t *out);
+
+/* Windows of the layers that slide: by layer_types, else all but every `pattern`th one. */
+enum qkv_status qkv_arch_alternate(struct qkv_error *err, const struct qkv_source *source,
+                                   int32_t pattern, struct qkv_model_config *out);
+
+/* What all Gemmas share: attn_scale from query_pre_attn_scalar (in GGUF, which lacks the key, from
+ * head_dim, but in the 27B, known by its layers, from hidden / n_heads), embed_scale, names and
+ * flags of norms; the final softcap, `final_cap` if the key is not there. Encoders are refused. */
+enum qkv_status qkv_arch_gemma(struct qkv_error *err, const struct qkv_source *source,
+                               int32_t layers_of_27b, double final_cap,
+                               struct qkv_model_config *out);
+
+/* A softcap under a key that both kinds of source have: `cap` if it is absent, 0 if it is null. */
+enum qkv_status qkv_arch_softcap(struct qkv_error *err, const struct qkv_source *source,
+                                 const char *key, double cap, double *out);
 
 /* Windows as Qwen says them: use_sliding_window, then layer_types or max_window_layers. */
 enum qkv_status qkv_arch_qwen_windows(struct qkv_error *err, const struct qkv_source *source,

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "model/arch.h"
+#include "model/class_name.h"
 
 struct arch {
     const char *class_name;
@@ -24,6 +25,7 @@ enum { N_ARCHS = sizeof ARCHS / sizeof ARCHS[0] };
 static enum qkv_status find_arch(struct qkv_error *err, const char *name, bool gguf,
                                  const struct arch **out)
 {
+    const char *where = gguf ? "general.architecture" : "config.json";
     char known[256] = "";
     size_t length = 0;
     for (size_t i = 0; i < N_ARCHS; i++) {
@@ -41,8 +43,15 @@ static enum qkv_status find_arch(struct qkv_error *err, const char *name, bool g
             length += n > 0 ? (size_t)n : 0;
         }
     }
+    const char *lacks = qkv_class_lacks(name);
+    if (lacks != NULL) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "%s: architecture \"%s\" is not supported: it has %s, which this version "
+                        "lacks",
+                        where, name, lacks);
+    }
     return qkv_fail(err, QKV_ERR_UNSUPPORTED, "%s: architecture \"%s\" is not supported, known: %s",
-                    gguf ? "general.architecture" : "config.json", name, known);
+                    where, name, known);
 }
 
 static void start_config(const struct arch *arch, struct qkv_model_config *out)
@@ -156,20 +165,17 @@ static void note_quantized(const struct qkv_json_node *root, struct qkv_model_co
     }
 }
 
-/* The class: the only entry of "architectures". */
-static enum qkv_status class_name(struct qkv_error *err, const struct qkv_json_node *root,
-                                  const char **out)
+/* What a multimodal config may say outside of its text part, too. */
+static enum qkv_status read_common(struct qkv_error *err, const struct qkv_json_node *object,
+                                   const char *object_name, struct qkv_model_config *out)
 {
-    const struct qkv_json_node *list = qkv_json_find(root, "architectures");
-    if (list == NULL || list->type != QKV_JSON_ARRAY || list->count == 0) {
-        return qkv_fail(err, QKV_ERR_CHECKPOINT,
-                        "config.json: architectures is missing, empty or no list: it must name the "
-                        "model's class");
-    }
-    struct qkv_json_iter iter = qkv_json_iter(list);
-    const struct qkv_json_node *first = NULL;
-    (void)qkv_json_next_element(&iter, &first);
-    return qkv_json_as_string(err, first, "config.json: architectures", out);
+    const struct qkv_source source = {.object = object, .object_name = object_name};
+    QKV_TRY(read_eos(err, object, "config.json: eos_token_id", out));
+    QKV_TRY(qkv_source_int(err, &source, QKV_KEY("bos_token_id", NULL), 0, out->vocab - 1,
+                           &out->bos_id));
+    QKV_TRY(
+        qkv_source_text(err, &source, QKV_KEY("torch_dtype", NULL), out->dtype, sizeof out->dtype));
+    return qkv_source_text(err, &source, QKV_KEY("dtype", NULL), out->dtype, sizeof out->dtype);
 }
 
 static enum qkv_status describe_json(struct qkv_error *err, const struct qkv_json_node *root,
@@ -180,21 +186,19 @@ static enum qkv_status describe_json(struct qkv_error *err, const struct qkv_jso
         return qkv_fail(err, QKV_ERR_CHECKPOINT, "config.json: %s, must be an object",
                         qkv_json_type_name(root->type));
     }
-    const char *name;
-    QKV_TRY(class_name(err, root, &name));
+    struct qkv_class class;
+    QKV_TRY(qkv_class_of(err, root, &class));
     const struct arch *arch;
-    QKV_TRY(find_arch(err, name, false, &arch));
+    QKV_TRY(find_arch(err, class.name, false, &arch));
     start_config(arch, out);
     note_quantized(root, out);
     const struct qkv_source source = {
-        .object = root, .object_name = "config.json", .weights = weights};
+        .object = class.object, .object_name = class.object_name, .weights = weights};
     QKV_TRY(arch->describe(err, &source, out));
-    QKV_TRY(read_eos(err, root, "config.json: eos_token_id", out));
-    QKV_TRY(qkv_source_int(err, &source, QKV_KEY("bos_token_id", NULL), 0, out->vocab - 1,
-                           &out->bos_id));
-    QKV_TRY(
-        qkv_source_text(err, &source, QKV_KEY("torch_dtype", NULL), out->dtype, sizeof out->dtype));
-    return qkv_source_text(err, &source, QKV_KEY("dtype", NULL), out->dtype, sizeof out->dtype);
+    if (class.object != root) {
+        QKV_TRY(read_common(err, root, "config.json", out));
+    }
+    return read_common(err, class.object, class.object_name, out);
 }
 
 enum qkv_status qkv_model_config_parse(struct qkv_error *err, const char *json, size_t json_len,
@@ -369,6 +373,9 @@ static enum qkv_status same_sizes(struct qkv_error *err, const struct qkv_model_
         {"heads", a->n_heads, b->n_heads},
         {"KV heads", a->n_kv_heads, b->n_kv_heads},
         {"channels in a head", a->head_dim, b->head_dim},
+        {"rotated channels", a->rope_dim, b->rope_dim},
+        {"order of rotated channels", (int32_t)a->rope_style, (int32_t)b->rope_style},
+        {"tokens of which more make a sequence long", a->long_above, b->long_above},
         {"channels inside the MLP", a->ffn, b->ffn},
         {"tokens in the vocabulary", a->vocab, b->vocab},
         {"norms of q and k", a->qk_norm, b->qk_norm},

@@ -14,6 +14,7 @@ enum {
     QKV_LAYERS_MAX = 512,
     QKV_EOS_MAX = 16,
     QKV_ROPES_MAX = 2,
+    QKV_HEAD_DIM_MAX = 1024,
     QKV_POSITIONS_MAX = 1 << 24 /* positions are exact in fp32, see backend.h */
 };
 
@@ -21,7 +22,8 @@ enum qkv_rope_scaling {
     QKV_SCALING_NONE,
     QKV_SCALING_LINEAR,
     QKV_SCALING_LLAMA3,
-    QKV_SCALING_YARN
+    QKV_SCALING_YARN,
+    QKV_SCALING_LONGROPE
 };
 
 struct qkv_rope_config {
@@ -30,10 +32,21 @@ struct qkv_rope_config {
     double factor;
     double low_freq_factor, high_freq_factor; /* llama3 */
     double beta_fast, beta_slow;              /* yarn */
-    double attention_factor;                  /* yarn: 0 = derive from factor (and mscale) */
-    double mscale, mscale_all_dim;            /* yarn, 0 = not given */
-    bool truncate;                            /* yarn: round the correction dimensions */
+    double attention_factor;       /* yarn, longrope: 0 = derive from factor (and mscale) */
+    double mscale, mscale_all_dim; /* yarn, 0 = not given */
+    bool truncate;                 /* yarn: round the correction dimensions */
     int32_t original_positions;
+    /* longrope: what frequencies are divided by, in sequences of at most original_positions tokens
+     * and in longer ones */
+    float short_factors[QKV_HEAD_DIM_MAX / 2];
+    float long_factors[QKV_HEAD_DIM_MAX / 2];
+};
+
+/* What the hub calls the norms of a block. */
+enum qkv_norm_names {
+    QKV_NORMS_PLAIN,
+    QKV_NORMS_GEMMA, /* post_attention_layernorm is the one after attention */
+    QKV_NORMS_GLM4   /* post_self_attn_layernorm and post_mlp_layernorm are those after blocks */
 };
 
 struct qkv_layer_config {
@@ -50,7 +63,10 @@ struct qkv_model_config {
     bool tied;          /* lm_head is the embedding */
     bool qkv_bias, out_bias, mlp_bias;
     bool qk_norm;    /* per-head norms of q and k */
-    bool post_norms; /* norms after attention and MLP, before the residual (Gemma) */
+    bool post_norms; /* norms after attention and MLP, before the residual (Gemma, GLM-4) */
+    enum qkv_norm_names norm_names;
+    bool fused_qkv;     /* q, k and v are stored as one matrix */
+    bool fused_gate_up; /* and so are gate and up */
     enum qkv_act act;
     double embed_scale;
     double attn_scale;   /* of the attention logits */
@@ -58,6 +74,10 @@ struct qkv_model_config {
     double logit_softcap;
     struct qkv_rope_config ropes[QKV_ROPES_MAX];
     int32_t n_ropes;
+    int32_t
+        long_above; /* sequences of more tokens than this turn by long_factors; 0: there are none */
+    int32_t rope_dim; /* channels of a head that are rotated, its first ones; even */
+    enum qkv_rope_style rope_style;
     struct qkv_layer_config layers[QKV_LAYERS_MAX];
     bool gguf_qk_permuted; /* q and k rows are in llama's GGUF order */
     int32_t eos_ids[QKV_EOS_MAX];

@@ -210,13 +210,18 @@ static enum qkv_status load_layer(struct qkv_error *err, struct loader *loader, 
 {
     struct qkv_layer_plan *plan = &loader->model->layers[i];
     QKV_TRY(load_norm(err, loader, i, QKV_PART_ATTN_NORM, &plan->attn_norm));
-    QKV_TRY(load_linear(err, loader, i, QKV_PART_Q, 3, &plan->qkv));
+    const struct qkv_model_config *config = &loader->model->config;
+    const bool fused = config->fused_qkv;
+    QKV_TRY(
+        load_linear(err, loader, i, fused ? QKV_PART_QKV : QKV_PART_Q, fused ? 1 : 3, &plan->qkv));
     QKV_TRY(load_norm(err, loader, i, QKV_PART_Q_NORM, &plan->q_norm));
     QKV_TRY(load_norm(err, loader, i, QKV_PART_K_NORM, &plan->k_norm));
     QKV_TRY(load_linear(err, loader, i, QKV_PART_OUT, 1, &plan->out));
     QKV_TRY(load_norm(err, loader, i, QKV_PART_ATTN_POST_NORM, &plan->attn_post_norm));
     QKV_TRY(load_norm(err, loader, i, QKV_PART_MLP_NORM, &plan->mlp_norm));
-    QKV_TRY(load_linear(err, loader, i, QKV_PART_GATE, 2, &plan->gate_up));
+    const bool fused_mlp = config->fused_gate_up;
+    QKV_TRY(load_linear(err, loader, i, fused_mlp ? QKV_PART_GATE_UP : QKV_PART_GATE,
+                        fused_mlp ? 1 : 2, &plan->gate_up));
     QKV_TRY(load_linear(err, loader, i, QKV_PART_DOWN, 1, &plan->down));
     return load_norm(err, loader, i, QKV_PART_MLP_POST_NORM, &plan->mlp_post_norm);
 }
@@ -251,12 +256,13 @@ static enum qkv_status divide_by_factors(struct qkv_error *err, struct loader *l
 static enum qkv_status share_rope(struct qkv_error *err, struct qkv_model *model, int32_t i)
 {
     const struct qkv_model *first = model->first;
-    const int32_t n_pairs = model->config.head_dim / 2;
-    const float *own = model->inv_freq + (size_t)i * (size_t)n_pairs;
-    const float *other = first->inv_freq + (size_t)i * (size_t)n_pairs;
+    const int32_t n_pairs = model->config.rope_dim / 2;
+    const int32_t n = model->config.long_above != 0 ? 2 * n_pairs : n_pairs;
+    const float *own = model->inv_freq + 2 * (size_t)i * (size_t)n_pairs;
+    const float *other = first->inv_freq + 2 * (size_t)i * (size_t)n_pairs;
     const float tolerance = 1e-5f;
     bool same = fabsf(model->mscales[i] - first->mscales[i]) <= tolerance * first->mscales[i];
-    for (int32_t p = 0; same && p < n_pairs; p++) {
+    for (int32_t p = 0; same && p < n; p++) {
         same = fabsf(own[p] - other[p]) <= tolerance * other[p];
     }
     if (!same) {
@@ -272,14 +278,16 @@ static enum qkv_status share_rope(struct qkv_error *err, struct qkv_model *model
 static enum qkv_status create_ropes(struct qkv_error *err, struct loader *loader)
 {
     struct qkv_model *model = loader->model;
-    const int32_t n_pairs = model->config.head_dim / 2;
+    const struct qkv_model_config *config = &model->config;
+    const int32_t n_pairs = config->rope_dim / 2;
     void *block;
-    QKV_TRY(qkv_calloc(err, (size_t)model->config.n_ropes * (size_t)n_pairs + 1, sizeof(float),
-                       &block));
+    QKV_TRY(
+        qkv_calloc(err, 2 * (size_t)config->n_ropes * (size_t)n_pairs + 1, sizeof(float), &block));
     model->inv_freq = block;
-    for (int32_t i = 0; i < model->config.n_ropes; i++) {
-        float *inv_freq = model->inv_freq + (size_t)i * (size_t)n_pairs;
-        qkv_rope_frequencies(&model->config.ropes[i], n_pairs, inv_freq, &model->mscales[i]);
+    for (int32_t i = 0; i < config->n_ropes; i++) {
+        float *inv_freq = model->inv_freq + 2 * (size_t)i * (size_t)n_pairs;
+        qkv_rope_frequencies(&config->ropes[i], n_pairs, inv_freq, &model->mscales[i]);
+        qkv_rope_long_frequencies(&config->ropes[i], n_pairs, inv_freq + n_pairs);
         if (i == 0) {
             QKV_TRY(divide_by_factors(err, loader, inv_freq));
         }
@@ -287,10 +295,13 @@ static enum qkv_status create_ropes(struct qkv_error *err, struct loader *loader
             QKV_TRY(share_rope(err, model, i));
             continue;
         }
-        const struct qkv_rope_desc desc = {.n_pairs = n_pairs,
-                                           .inv_freq = inv_freq,
-                                           .mscale = model->mscales[i],
-                                           .style = QKV_ROPE_HALVES};
+        const struct qkv_rope_desc desc = {
+            .n_pairs = n_pairs,
+            .inv_freq = inv_freq,
+            .mscale = model->mscales[i],
+            .style = config->rope_style,
+            .long_inv_freq = config->long_above != 0 ? inv_freq + n_pairs : NULL,
+        };
         QKV_TRY(model->backend->rope_create(err, model->device, &desc, &model->ropes[i]));
     }
     return QKV_OK;
@@ -486,6 +497,13 @@ enum qkv_status qkv_model_load(struct qkv_error *err, const struct qkv_weights *
     QKV_TRY(create_model(err, weights, options, &loader.model));
     enum qkv_status status =
         qkv_bind_model(err, weights, &loader.model->config, options->matrices, &loader.bound);
+    const char *left_out;
+    const size_t n_left_out = qkv_weights_n_left_out(weights, &left_out);
+    if (n_left_out != 0) {
+        qkv_log_write(options->log, QKV_LOG_WARNING,
+                      "%zu tensors are no part of the text model and are not loaded (%.128s, ...)",
+                      n_left_out, left_out);
+    }
     if (status == QKV_OK && options->online != NULL) {
         const int n = options->n_threads;
         status = qkv_threads_create(err, n > 0 ? n : qkv_threads_available(), &loader.threads);

@@ -25,6 +25,8 @@ static const struct part_names PART_NAMES[QKV_PART_COUNT] = {
     [QKV_PART_FINAL_NORM] = {"model.norm.weight", "output_norm.weight"},
     [QKV_PART_HEAD] = {"lm_head.weight", "output.weight"},
     [QKV_PART_ROPE_FACTORS] = {"", "rope_freqs.weight"},
+    [QKV_PART_ROPE_SHORT] = {"", "rope_factors_short.weight"},
+    [QKV_PART_ROPE_LONG] = {"", "rope_factors_long.weight"},
     [QKV_PART_ATTN_NORM] = {HF_LAYER "input_layernorm.weight", GGUF_LAYER "attn_norm.weight"},
     [QKV_PART_Q] = {HF_LAYER "self_attn.q_proj.weight", GGUF_LAYER "attn_q.weight"},
     [QKV_PART_Q_BIAS] = {HF_LAYER "self_attn.q_proj.bias", GGUF_LAYER "attn_q.bias"},
@@ -32,6 +34,8 @@ static const struct part_names PART_NAMES[QKV_PART_COUNT] = {
     [QKV_PART_K_BIAS] = {HF_LAYER "self_attn.k_proj.bias", GGUF_LAYER "attn_k.bias"},
     [QKV_PART_V] = {HF_LAYER "self_attn.v_proj.weight", GGUF_LAYER "attn_v.weight"},
     [QKV_PART_V_BIAS] = {HF_LAYER "self_attn.v_proj.bias", GGUF_LAYER "attn_v.bias"},
+    [QKV_PART_QKV] = {HF_LAYER "self_attn.qkv_proj.weight", GGUF_LAYER "attn_qkv.weight"},
+    [QKV_PART_QKV_BIAS] = {HF_LAYER "self_attn.qkv_proj.bias", GGUF_LAYER "attn_qkv.bias"},
     [QKV_PART_Q_NORM] = {HF_LAYER "self_attn.q_norm.weight", GGUF_LAYER "attn_q_norm.weight"},
     [QKV_PART_K_NORM] = {HF_LAYER "self_attn.k_norm.weight", GGUF_LAYER "attn_k_norm.weight"},
     [QKV_PART_OUT] = {HF_LAYER "self_attn.o_proj.weight", GGUF_LAYER "attn_output.weight"},
@@ -44,23 +48,34 @@ static const struct part_names PART_NAMES[QKV_PART_COUNT] = {
     [QKV_PART_GATE_BIAS] = {HF_LAYER "mlp.gate_proj.bias", GGUF_LAYER "ffn_gate.bias"},
     [QKV_PART_UP] = {HF_LAYER "mlp.up_proj.weight", GGUF_LAYER "ffn_up.weight"},
     [QKV_PART_UP_BIAS] = {HF_LAYER "mlp.up_proj.bias", GGUF_LAYER "ffn_up.bias"},
+    [QKV_PART_GATE_UP] = {HF_LAYER "mlp.gate_up_proj.weight", GGUF_LAYER "ffn_up.weight"},
+    [QKV_PART_GATE_UP_BIAS] = {HF_LAYER "mlp.gate_up_proj.bias", GGUF_LAYER "ffn_up.bias"},
     [QKV_PART_DOWN] = {HF_LAYER "mlp.down_proj.weight", GGUF_LAYER "ffn_down.weight"},
     [QKV_PART_DOWN_BIAS] = {HF_LAYER "mlp.down_proj.bias", GGUF_LAYER "ffn_down.bias"},
     [QKV_PART_MLP_POST_NORM] = {HF_LAYER "post_feedforward_layernorm.weight",
                                 GGUF_LAYER "post_ffw_norm.weight"},
 };
 
-/* Where a block has norms after attention and MLP, "post_attention_layernorm" is the former, and
- * the norm before the MLP has a name of its own. */
-static const char HF_MLP_NORM_BETWEEN[] = HF_LAYER "pre_feedforward_layernorm.weight";
+/* The hub's names for a block's norms where they are others. */
+static const char *hf_norm(enum qkv_part part, enum qkv_norm_names norms)
+{
+    if (norms == QKV_NORMS_GEMMA && part == QKV_PART_MLP_NORM) {
+        return HF_LAYER "pre_feedforward_layernorm.weight";
+    }
+    if (norms == QKV_NORMS_GLM4 && part == QKV_PART_ATTN_POST_NORM) {
+        return HF_LAYER "post_self_attn_layernorm.weight";
+    }
+    if (norms == QKV_NORMS_GLM4 && part == QKV_PART_MLP_POST_NORM) {
+        return HF_LAYER "post_mlp_layernorm.weight";
+    }
+    return PART_NAMES[part].hf;
+}
 
 void qkv_part_name(char out[QKV_TENSOR_NAME_MAX], enum qkv_part part, int32_t layer,
-                   enum qkv_container container, bool post_norms)
+                   enum qkv_container container, enum qkv_norm_names norms)
 {
-    const char *name = PART_NAMES[part].gguf;
-    if (container == QKV_CONTAINER_SAFETENSORS) {
-        name = part == QKV_PART_MLP_NORM && post_norms ? HF_MLP_NORM_BETWEEN : PART_NAMES[part].hf;
-    }
+    const char *name =
+        container == QKV_CONTAINER_SAFETENSORS ? hf_norm(part, norms) : PART_NAMES[part].gguf;
     const char *mark = strchr(name, '#');
     if (mark == NULL) {
         (void)snprintf(out, QKV_TENSOR_NAME_MAX, "%s", name);
@@ -158,22 +173,36 @@ static enum qkv_status bind_matrix(struct qkv_error *err, struct binder *binder,
     return QKV_OK;
 }
 
+/* Attention's shapes follow from counts that a config can get wrong: they are named, too. */
+static enum qkv_status name_heads(struct qkv_error *err, const struct qkv_model_config *config,
+                                  enum qkv_part part, enum qkv_status status)
+{
+    if (status != QKV_ERR_CHECKPOINT || err == NULL || part < QKV_PART_Q ||
+        part > QKV_PART_OUT_BIAS) {
+        return status;
+    }
+    const struct qkv_error first = *err;
+    return qkv_fail(err, status, "%s (%d heads, %d for K and V, of %d channels)", first.msg,
+                    (int)config->n_heads, (int)config->n_kv_heads, (int)config->head_dim);
+}
+
 /* A vector of `rows` elements if cols is 0, else a matrix [rows, cols]. */
 static enum qkv_status bind_optional(struct qkv_error *err, struct binder *binder,
                                      enum qkv_part part, int64_t rows, int64_t cols)
 {
     char name[QKV_TENSOR_NAME_MAX];
     qkv_part_name(name, part, binder->layer, qkv_weights_container(binder->weights),
-                  binder->config->post_norms);
+                  binder->config->norm_names);
     if (name[0] == '\0') {
         return QKV_OK;
     }
     if (cols != 0) {
-        return bind_matrix(err, binder, name, rows, cols, &binder->parts[part]);
+        return name_heads(err, binder->config, part,
+                          bind_matrix(err, binder, name, rows, cols, &binder->parts[part]));
     }
     const struct qkv_tensor *tensor = qkv_weights_find(binder->weights, name);
     if (tensor != NULL) {
-        QKV_TRY(check_shape(err, tensor, rows, 0));
+        QKV_TRY(name_heads(err, binder->config, part, check_shape(err, tensor, rows, 0)));
         QKV_TRY(mark_used(err, binder, tensor));
     }
     binder->parts[part].vector = tensor;
@@ -187,7 +216,7 @@ static enum qkv_status bind(struct qkv_error *err, struct binder *binder, enum q
     if (binder->parts[part].vector == NULL && binder->parts[part].matrix == NULL) {
         char name[QKV_TENSOR_NAME_MAX];
         qkv_part_name(name, part, binder->layer, qkv_weights_container(binder->weights),
-                      binder->config->post_norms);
+                      binder->config->norm_names);
         return qkv_fail(err, QKV_ERR_CHECKPOINT, "the checkpoint has no tensor %s", name);
     }
     return QKV_OK;
@@ -219,7 +248,11 @@ static enum qkv_status bind_top(struct qkv_error *err, struct binder *binder)
     const struct qkv_model_config *config = binder->config;
     QKV_TRY(bind(err, binder, QKV_PART_EMBED, config->vocab, config->hidden));
     QKV_TRY(bind(err, binder, QKV_PART_FINAL_NORM, config->hidden, 0));
-    QKV_TRY(bind_optional(err, binder, QKV_PART_ROPE_FACTORS, config->head_dim / 2, 0));
+    QKV_TRY(bind_optional(err, binder, QKV_PART_ROPE_FACTORS, config->rope_dim / 2, 0));
+    if (config->long_above != 0) { /* their values are the config's already */
+        QKV_TRY(bind_optional(err, binder, QKV_PART_ROPE_SHORT, config->rope_dim / 2, 0));
+        QKV_TRY(bind_optional(err, binder, QKV_PART_ROPE_LONG, config->rope_dim / 2, 0));
+    }
     if (config->tied) {
         QKV_TRY(bind_optional(err, binder, QKV_PART_HEAD, config->vocab, config->hidden));
     } else {
@@ -240,28 +273,34 @@ static enum qkv_status bind_layer(struct qkv_error *err, struct binder *binder)
     const int64_t ffn = config->ffn;
     const int64_t q = (int64_t)config->n_heads * config->head_dim;
     const int64_t kv = (int64_t)config->n_kv_heads * config->head_dim;
+    const bool fused = config->fused_qkv;
+    const bool fused_mlp = config->fused_gate_up;
     const struct {
         enum qkv_part part;
         int64_t rows, cols;
         bool wanted;
     } needs[] = {
         {QKV_PART_ATTN_NORM, hidden, 0, true},
-        {QKV_PART_Q, q, hidden, true},
-        {QKV_PART_Q_BIAS, q, 0, config->qkv_bias},
-        {QKV_PART_K, kv, hidden, true},
-        {QKV_PART_K_BIAS, kv, 0, config->qkv_bias},
-        {QKV_PART_V, kv, hidden, true},
-        {QKV_PART_V_BIAS, kv, 0, config->qkv_bias},
+        {QKV_PART_Q, q, hidden, !fused},
+        {QKV_PART_Q_BIAS, q, 0, !fused && config->qkv_bias},
+        {QKV_PART_K, kv, hidden, !fused},
+        {QKV_PART_K_BIAS, kv, 0, !fused && config->qkv_bias},
+        {QKV_PART_V, kv, hidden, !fused},
+        {QKV_PART_V_BIAS, kv, 0, !fused && config->qkv_bias},
+        {QKV_PART_QKV, q + 2 * kv, hidden, fused},
+        {QKV_PART_QKV_BIAS, q + 2 * kv, 0, fused && config->qkv_bias},
         {QKV_PART_Q_NORM, config->head_dim, 0, config->qk_norm},
         {QKV_PART_K_NORM, config->head_dim, 0, config->qk_norm},
         {QKV_PART_OUT, hidden, q, true},
         {QKV_PART_OUT_BIAS, hidden, 0, config->out_bias},
         {QKV_PART_ATTN_POST_NORM, hidden, 0, config->post_norms},
         {QKV_PART_MLP_NORM, hidden, 0, true},
-        {QKV_PART_GATE, ffn, hidden, true},
-        {QKV_PART_GATE_BIAS, ffn, 0, config->mlp_bias},
-        {QKV_PART_UP, ffn, hidden, true},
-        {QKV_PART_UP_BIAS, ffn, 0, config->mlp_bias},
+        {QKV_PART_GATE, ffn, hidden, !fused_mlp},
+        {QKV_PART_GATE_BIAS, ffn, 0, !fused_mlp && config->mlp_bias},
+        {QKV_PART_UP, ffn, hidden, !fused_mlp},
+        {QKV_PART_UP_BIAS, ffn, 0, !fused_mlp && config->mlp_bias},
+        {QKV_PART_GATE_UP, 2 * ffn, hidden, fused_mlp},
+        {QKV_PART_GATE_UP_BIAS, 2 * ffn, 0, fused_mlp && config->mlp_bias},
         {QKV_PART_DOWN, hidden, ffn, true},
         {QKV_PART_DOWN_BIAS, hidden, 0, config->mlp_bias},
         {QKV_PART_MLP_POST_NORM, hidden, 0, config->post_norms},

@@ -16,7 +16,9 @@ enum qkv_part {
     QKV_PART_EMBED,
     QKV_PART_FINAL_NORM,
     QKV_PART_HEAD,
-    QKV_PART_ROPE_FACTORS, /* GGUF only */
+    QKV_PART_ROPE_FACTORS, /* GGUF only, and so are the two of longrope */
+    QKV_PART_ROPE_SHORT,
+    QKV_PART_ROPE_LONG,
     /* of a layer; a bias follows its weight */
     QKV_PART_ATTN_NORM,
     QKV_PART_Q,
@@ -25,6 +27,8 @@ enum qkv_part {
     QKV_PART_K_BIAS,
     QKV_PART_V,
     QKV_PART_V_BIAS,
+    QKV_PART_QKV, /* instead of the three, where they are stored as one */
+    QKV_PART_QKV_BIAS,
     QKV_PART_Q_NORM,
     QKV_PART_K_NORM,
     QKV_PART_OUT,
@@ -35,6 +39,8 @@ enum qkv_part {
     QKV_PART_GATE_BIAS,
     QKV_PART_UP,
     QKV_PART_UP_BIAS,
+    QKV_PART_GATE_UP, /* instead of the two */
+    QKV_PART_GATE_UP_BIAS,
     QKV_PART_DOWN,
     QKV_PART_DOWN_BIAS,
     QKV_PART_MLP_POST_NORM,
@@ -45,7 +51,7 @@ enum { QKV_TENSOR_NAME_MAX = 128 };
 
 /* The name that a part has in this kind of checkpoint; "" if it has none there. */
 void qkv_part_name(char out[QKV_TENSOR_NAME_MAX], enum qkv_part part, int32_t layer,
-                   enum qkv_container container, bool post_norms);
+                   enum qkv_container container, enum qkv_norm_names norms);
 
 /* Row of a GGUF file that holds row `i` of q or k, or of their bias: its llama interleaves the
  * halves of each head. */

@@ -43,7 +43,7 @@ struct qkv_model {
     struct qkv_weight *head; /* == embed if tied */
     struct qkv_buffer *final_norm;
     struct qkv_rope *ropes[QKV_ROPES_MAX];
-    float *inv_freq; /* [n_ropes, head_dim / 2]: theirs */
+    float *inv_freq; /* [n_ropes, 2, rope_dim / 2]: theirs, the second row's of long sequences */
     float mscales[QKV_ROPES_MAX];
     struct qkv_layer_plan *layers; /* [config.n_layers] */
 

@@ -70,6 +70,36 @@ static double yarn_attention_factor(const struct qkv_rope_config *config)
     return yarn_mscale(config->factor, 1.0);
 }
 
+/* LongRoPE (arXiv 2402.13753), attention's factor as transformers derives it. */
+static void scale_longrope(const float *factors, double theta, int32_t n_pairs, float *inv_freq)
+{
+    for (int32_t i = 0; i < n_pairs; i++) {
+        const float exponent = (float)(2 * i) / (float)(2 * n_pairs);
+        inv_freq[i] = 1.0f / (factors[i] * powf((float)theta, exponent));
+    }
+}
+
+static double longrope_attention_factor(const struct qkv_rope_config *config)
+{
+    if (config->attention_factor != 0.0) {
+        return config->attention_factor;
+    }
+    return config->factor <= 1.0
+               ? 1.0
+               : sqrt(1.0 + log(config->factor) / log((double)config->original_positions));
+}
+
+void qkv_rope_long_frequencies(const struct qkv_rope_config *config, int32_t n_pairs,
+                               float *inv_freq)
+{
+    float mscale;
+    if (config->scaling == QKV_SCALING_LONGROPE) {
+        scale_longrope(config->long_factors, config->theta, n_pairs, inv_freq);
+    } else {
+        qkv_rope_frequencies(config, n_pairs, inv_freq, &mscale);
+    }
+}
+
 void qkv_rope_frequencies(const struct qkv_rope_config *config, int32_t n_pairs, float *inv_freq,
                           float *mscale)
 {
@@ -92,6 +122,10 @@ void qkv_rope_frequencies(const struct qkv_rope_config *config, int32_t n_pairs,
     case QKV_SCALING_YARN:
         scale_yarn(config, n_pairs, inv_freq);
         *mscale = (float)yarn_attention_factor(config);
+        break;
+    case QKV_SCALING_LONGROPE:
+        scale_longrope(config->short_factors, config->theta, n_pairs, inv_freq);
+        *mscale = (float)longrope_attention_factor(config);
         break;
     }
 }

@@ -9,4 +9,8 @@
 void qkv_rope_frequencies(const struct qkv_rope_config *config, int32_t n_pairs, float *inv_freq,
                           float *mscale);
 
+/* The same of long sequences: longrope alone has others for them. */
+void qkv_rope_long_frequencies(const struct qkv_rope_config *config, int32_t n_pairs,
+                               float *inv_freq);
+
 #endif

@@ -6,8 +6,12 @@
 #include <string.h>
 
 #include "model/arch.h"
+#include "quant/codec.h"
 
 enum { ROPE_NAME_BYTES = 64 };
+
+static const char SHORT_FACTORS[] = "rope_factors_short.weight";
+static const char LONG_FACTORS[] = "rope_factors_long.weight";
 
 static const double FACTOR_MIN = 1e-3;
 static const double FACTOR_MAX = 1e6;
@@ -72,11 +76,97 @@ static enum qkv_status read_yarn(struct qkv_error *err, const struct qkv_source 
     return qkv_source_bool(err, params, QKV_KEY("truncate", NULL), &rope->truncate);
 }
 
+/* One number per pair of rotated channels. */
+static enum qkv_status read_factors(struct qkv_error *err, const struct qkv_source *params,
+                                    const char *key, int32_t n_pairs, float *out)
+{
+    QKV_TRY(qkv_source_need(err, params, (struct qkv_key){key, NULL}));
+    const struct qkv_json_node *list = qkv_json_find(params->object, key);
+    if (list->type != QKV_JSON_ARRAY || list->count != (uint32_t)n_pairs) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "%s: %s: %s of %u, must be an array of %d numbers, half of the rotated "
+                        "channels",
+                        params->object_name, key, qkv_json_type_name(list->type), list->count,
+                        (int)n_pairs);
+    }
+    struct qkv_json_iter iter = qkv_json_iter(list);
+    const struct qkv_json_node *element;
+    for (int32_t i = 0; qkv_json_next_element(&iter, &element); i++) {
+        double value;
+        QKV_TRY(qkv_json_as_double(err, element, key, &value));
+        if (!(value >= FACTOR_MIN && value <= FACTOR_MAX)) {
+            return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: %s: %g at %d, must be %g .. %g",
+                            params->object_name, key, value, (int)i, FACTOR_MIN, FACTOR_MAX);
+        }
+        out[i] = (float)value;
+    }
+    return QKV_OK;
+}
+
+/* The same from a GGUF file, which has them as a tensor. */
+static enum qkv_status tensor_factors(struct qkv_error *err, const struct qkv_source *source,
+                                      const char *name, int32_t n_pairs, float *out)
+{
+    const struct qkv_tensor *tensor = qkv_weights_find(source->weights, name);
+    if (tensor == NULL) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT, "the checkpoint has no tensor %s", name);
+    }
+    if (tensor->n_dims != 1 || tensor->shape[0] != n_pairs) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "%s: %d dimensions and %lld elements, must be 1 and %d, half of the "
+                        "rotated channels",
+                        name, (int)tensor->n_dims,
+                        tensor->n_dims < 1 ? 0LL : (long long)tensor->shape[0], (int)n_pairs);
+    }
+    QKV_TRY(qkv_codec_dequantize(err, tensor->format, tensor->data, (size_t)n_pairs, out));
+    for (int32_t i = 0; i < n_pairs; i++) {
+        if (!((double)out[i] >= FACTOR_MIN && (double)out[i] <= FACTOR_MAX)) {
+            return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: %g at %d, must be %g .. %g", name,
+                            (double)out[i], (int)i, FACTOR_MIN, FACTOR_MAX);
+        }
+    }
+    return QKV_OK;
+}
+
+static bool has_long_factors(const struct qkv_source *source)
+{
+    return source->gguf != NULL && qkv_weights_find(source->weights, LONG_FACTORS) != NULL;
+}
+
+static enum qkv_status read_longrope(struct qkv_error *err, const struct qkv_source *params,
+                                     const struct qkv_model_config *config,
+                                     struct qkv_rope_config *rope)
+{
+    const int32_t n_pairs = config->rope_dim / 2;
+    rope->scaling = QKV_SCALING_LONGROPE;
+    rope->factor = (double)config->max_positions / rope->original_positions;
+    QKV_TRY(qkv_source_real(err, params, QKV_KEY("factor", NULL), FACTOR_MIN, FACTOR_MAX,
+                            &rope->factor));
+    QKV_TRY(qkv_source_real(err, params, QKV_KEY("attention_factor", NULL), FACTOR_MIN, FACTOR_MAX,
+                            &rope->attention_factor));
+    if (rope->original_positions < 2) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "longrope: original_max_position_embeddings is %d, must be at least 2",
+                        (int)rope->original_positions);
+    }
+    if (params->gguf != NULL) { /* as llama.cpp has it: the whole factor, 1 if it is not there */
+        rope->attention_factor = 1.0;
+        QKV_TRY(qkv_source_real(err, params, QKV_KEY(NULL, "rope.scaling.attn_factor"), FACTOR_MIN,
+                                FACTOR_MAX, &rope->attention_factor));
+        QKV_TRY(tensor_factors(err, params, SHORT_FACTORS, n_pairs, rope->short_factors));
+        return tensor_factors(err, params, LONG_FACTORS, n_pairs, rope->long_factors);
+    }
+    QKV_TRY(read_factors(err, params, "short_factor", n_pairs, rope->short_factors));
+    return read_factors(err, params, "long_factor", n_pairs, rope->long_factors);
+}
+
 /* `params` has the scaling; `top` is the whole config. */
 static enum qkv_status read_scaling(struct qkv_error *err, const struct qkv_source *params,
-                                    const struct qkv_source *top, int32_t max_positions,
+                                    const struct qkv_source *top,
+                                    const struct qkv_model_config *config,
                                     struct qkv_rope_config *rope)
 {
+    const int32_t max_positions = config->max_positions;
     /* A factor without a type is linear in GGUF, as llama.cpp has it. */
     const bool bare_factor = qkv_source_has(params, QKV_KEY(NULL, "rope.scaling.factor"));
     char type[ROPE_NAME_BYTES] = "";
@@ -88,22 +178,31 @@ static enum qkv_status read_scaling(struct qkv_error *err, const struct qkv_sour
     QKV_TRY(qkv_source_real(err, top, QKV_KEY("partial_rotary_factor", NULL), 0.0, 1.0, &partial));
     QKV_TRY(
         qkv_source_real(err, params, QKV_KEY("partial_rotary_factor", NULL), 0.0, 1.0, &partial));
-    if (partial != 1.0) {
+    if (partial != 1.0 && (int32_t)(config->head_dim * partial) != config->rope_dim) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "%s: partial_rotary_factor %g: only 1 is supported", params->object_name,
-                        partial);
+                        "%s: partial_rotary_factor %g: this architecture rotates %d of %d channels",
+                        params->object_name, partial, (int)config->rope_dim, (int)config->head_dim);
     }
     rope->original_positions = max_positions;
     const struct qkv_key original = {"original_max_position_embeddings",
                                      "rope.scaling.original_context_length"};
     QKV_TRY(qkv_source_int(err, params, original, 1, QKV_POSITIONS_MAX, &rope->original_positions));
     QKV_TRY(qkv_source_int(err, top, original, 1, QKV_POSITIONS_MAX, &rope->original_positions));
+    if (has_long_factors(params)) {
+        return read_longrope(err, params, config, rope);
+    }
     if (strcmp(type, "default") == 0 || strcmp(type, "none") == 0) {
         return QKV_OK;
     }
     if (strcmp(type, "linear") == 0) {
         rope->scaling = QKV_SCALING_LINEAR;
         return need_factor(err, params, QKV_KEY("factor", "rope.scaling.factor"), &rope->factor);
+    }
+    /* Phi-3's first configs call longrope "su", and "yarn" means nothing else there. */
+    const bool is_phi3 = strcmp(config->arch, "Phi3ForCausalLM") == 0;
+    if (params->gguf == NULL && (strcmp(type, "longrope") == 0 || strcmp(type, "su") == 0 ||
+                                 (is_phi3 && strcmp(type, "yarn") == 0))) {
+        return read_longrope(err, params, config, rope);
     }
     if (strcmp(type, "yarn") == 0) {
         rope->scaling = QKV_SCALING_YARN;
@@ -114,7 +213,8 @@ static enum qkv_status read_scaling(struct qkv_error *err, const struct qkv_sour
         return read_llama3(err, params, rope);
     }
     return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                    "rope type \"%s\" is not supported, known: default, linear, llama3, yarn",
+                    "rope type \"%s\" is not supported, known: default, linear, llama3, "
+                    "longrope, yarn",
                     type);
 }
 
@@ -154,7 +254,8 @@ static enum qkv_status find_parameters(struct qkv_error *err, const struct qkv_s
 }
 
 static enum qkv_status read_json_rope(struct qkv_error *err, const struct qkv_source *source,
-                                      const char *layer_type, bool scaled, int32_t max_positions,
+                                      const char *layer_type, bool scaled,
+                                      const struct qkv_model_config *config,
                                       struct qkv_rope_config *rope)
 {
     const struct qkv_json_node *params;
@@ -180,10 +281,10 @@ static enum qkv_status read_json_rope(struct qkv_error *err, const struct qkv_so
     };
     if (inner.object == NULL) { /* nothing but the frequency, which `source` gave */
         const struct qkv_source none = {.object_name = "config.json"};
-        return scaled ? read_scaling(err, &none, source, max_positions, rope) : QKV_OK;
+        return scaled ? read_scaling(err, &none, source, config, rope) : QKV_OK;
     }
     QKV_TRY(read_theta(err, &inner, QKV_KEY("rope_theta", NULL), rope));
-    return read_scaling(err, &inner, source, max_positions, rope);
+    return read_scaling(err, &inner, source, config, rope);
 }
 
 enum qkv_status qkv_arch_rope(struct qkv_error *err, const struct qkv_source *source,
@@ -196,9 +297,12 @@ enum qkv_status qkv_arch_rope(struct qkv_error *err, const struct qkv_source *so
     struct qkv_rope_config rope = {.theta = theta, .original_positions = out->max_positions};
     QKV_TRY(read_theta(err, source, theta_key, &rope));
     if (source->gguf == NULL) {
-        QKV_TRY(read_json_rope(err, source, layer_type, scaled, out->max_positions, &rope));
+        QKV_TRY(read_json_rope(err, source, layer_type, scaled, out, &rope));
     } else if (scaled) {
-        QKV_TRY(read_scaling(err, source, source, out->max_positions, &rope));
+        QKV_TRY(read_scaling(err, source, source, out, &rope));
+    }
+    if (rope.scaling == QKV_SCALING_LONGROPE) {
+        out->long_above = rope.original_positions;
     }
     out->ropes[out->n_ropes++] = rope;
     return QKV_OK;

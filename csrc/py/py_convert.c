@@ -159,6 +159,8 @@ static const char *scaling_name(enum qkv_rope_scaling scaling)
         return "linear";
     case QKV_SCALING_LLAMA3:
         return "llama3";
+    case QKV_SCALING_LONGROPE:
+        return "longrope";
     case QKV_SCALING_YARN:
         return "yarn";
     case QKV_SCALING_NONE:
@@ -200,7 +202,7 @@ static int set_numbers(PyObject *dict, const struct qkv_model_config *c)
         {"n_heads", c->n_heads},   {"n_kv_heads", c->n_kv_heads},
         {"head_dim", c->head_dim}, {"ffn", c->ffn},
         {"vocab", c->vocab},       {"max_positions", c->max_positions},
-        {"bos_id", c->bos_id},
+        {"bos_id", c->bos_id},     {"rope_dim", c->rope_dim},
     };
     const struct {
         const char *name;
@@ -218,6 +220,7 @@ static int set_numbers(PyObject *dict, const struct qkv_model_config *c)
         {"qkv_bias", c->qkv_bias},           {"out_bias", c->out_bias},
         {"mlp_bias", c->mlp_bias},           {"qk_norm", c->qk_norm},
         {"post_norms", c->post_norms},       {"gguf_qk_permuted", c->gguf_qk_permuted},
+        {"fused_qkv", c->fused_qkv},         {"fused_gate_up", c->fused_gate_up},
     };
     for (size_t i = 0; i < sizeof ints / sizeof ints[0]; i++) {
         if (qkv_py_set(dict, ints[i].name, PyLong_FromLong(ints[i].value)) < 0) {

@@ -22,6 +22,10 @@ class Checkpoint:
 
     def __new__(cls, path: str) -> Self: ...
     @property
+    def left_out(self) -> tuple[int, str]:
+        """(number of tensors that are no part of the text model, the first one's name): of a
+        multimodal checkpoint; the others go by the names of a model of text alone."""
+    @property
     def container(self) -> Literal["safetensors", "gguf"]: ...
     @property
     def folder(self) -> str: ...

@@ -30,6 +30,7 @@ class Inspection:
     files: list[str]
     n_tensors: int
     n_bytes: int
+    left_out: tuple[int, str]  # tensors that are no part of the text model, and the first one
     formats: dict[str, tuple[int, int]]  # weight format -> (tensors, bytes)
     quantization: str = ""  # the method; "" if the weights are plain floats
     quantization_source: str = ""  # which file and key say so
@@ -112,6 +113,9 @@ class Inspection:
                 ("context", f"{config['max_positions']} tokens"),
             ]
         rows.append(("tensors", f"{self.n_tensors}, {size(self.n_bytes)}"))
+        if self.left_out[0]:
+            others = f"{self.left_out[0]} of other parts than text ({self.left_out[1]}, ...)"
+            rows.append(("  not loaded", others))
         for name, (count, n_bytes) in self.formats.items():
             rows.append((f"  {name}", f"{count} tensors, {size(n_bytes)}"))
         rows += self._quantization_rows()
@@ -143,7 +147,7 @@ def inspect(model: str | os.PathLike[str]) -> Inspection:
     checkpoint = _core.Checkpoint(path)
     try:
         container, files = checkpoint.container, list(checkpoint.files)
-        tensors = checkpoint.tensors()
+        tensors, left_out = checkpoint.tensors(), checkpoint.left_out
         problem: str | None = None
         config: dict[str, Any] = {}
         try:
@@ -178,6 +182,7 @@ def inspect(model: str | os.PathLike[str]) -> Inspection:
         files=files,
         n_tensors=len(tensors),
         n_bytes=sum(entry[3] for entry in tensors),
+        left_out=left_out,
         formats=dict(sorted(formats.items(), key=lambda entry: -entry[1][1])),
         quantization=found.method,
         quantization_source=found.source,

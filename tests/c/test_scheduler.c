@@ -146,6 +146,15 @@ static uint64_t *slot_of(struct sim *sim, const struct qkv_seq *seq, int32_t pos
     return &sim->slots[row * QKV_PAGE_TOKENS + (size_t)(position % QKV_PAGE_TOKENS)];
 }
 
+/* What a slot of the sequence holds: keys of a long sequence are others. */
+static uint64_t slot_hash(const struct sim *sim, struct qkv_seq *seq, int32_t position)
+{
+    const int32_t above = sim->options.long_above;
+    const bool is_long = above > 0 && seq->n_tokens > above;
+    CHECK_EQ_INT(seq->is_long, is_long);
+    return prefix_hash(seq, position) ^ (is_long ? 0x1010u : 0u);
+}
+
 static void compute_slice(struct sim *sim, const struct qkv_slice *slice)
 {
     struct qkv_seq *seq = slice->seq;
@@ -157,16 +166,16 @@ static void compute_slice(struct sim *sim, const struct qkv_slice *slice)
     for (int32_t at = 0; at < seq->n_pages * QKV_PAGE_TOKENS; at++) {
         uint64_t slot = *slot_of(sim, seq, at);
         if (at < seq->n_cached) {
-            if (slot != prefix_hash(seq, at)) {
+            if (slot != slot_hash(sim, seq, at)) {
                 CHECK_FAIL("sequence %d reads another's position %d", (int)seq->id, (int)at);
             }
-        } else if (slot != 0 &&
-                   !(sim->had_failed_step && at < seq->n_tokens && slot == prefix_hash(seq, at))) {
+        } else if (slot != 0 && !(sim->had_failed_step && at < seq->n_tokens &&
+                                  slot == slot_hash(sim, seq, at))) {
             CHECK_FAIL("sequence %d finds a used slot at %d", (int)seq->id, (int)at);
         }
     }
     for (int32_t at = seq->n_cached; at < end; at++) {
-        *slot_of(sim, seq, at) = prefix_hash(seq, at);
+        *slot_of(sim, seq, at) = slot_hash(sim, seq, at);
     }
     ((struct user *)seq->user)->n_steps++;
 }
@@ -1038,6 +1047,28 @@ static void test_random_ops(void)
     }
 }
 
+/* A sequence that becomes long never reads what it, or another, has computed as a short one. */
+static void test_long_sequences(void)
+{
+    int32_t prompt[24];
+    struct qkv_scheduler_options options = roomy;
+    options.long_above = 30;
+    struct sim *sim = sim_create(options);
+    fill(prompt, 24, 5);
+    for (int i = 0; i < 2; i++) { /* the second finds the first's page, until it is long, too */
+        (void)sim_add(sim, prompt, 24, 12, 0);
+        (void)sim_drain(sim, 100);
+        CHECK_EQ_INT(sim_counts(sim).n_retractions, i + 1);
+        CHECK_EQ_INT(sim_counts(sim).n_reused_tokens, i * QKV_PAGE_TOKENS);
+    }
+    sim_destroy(sim);
+    for (uint64_t seed = 200; seed < 220; seed++) {
+        options = random_options(seed);
+        options.long_above = 8 + (int32_t)(seed % 7) * 9;
+        (void)random_ops(options, 2000, seed);
+    }
+}
+
 static void test_same_again(void)
 {
     for (uint64_t seed = 100; seed < 104; seed++) {
@@ -1053,4 +1084,4 @@ CHECK_MAIN(test_one_request, test_wrong_calls, test_append_and_plan, test_reuse,
            test_cheapest_is_retracted, test_shared_positions_cost_nothing,
            test_victim_without_pages, test_growth_is_kept_back, test_room_for_one, test_cancel,
            test_finish_in_any_state, test_lanes, test_destroy_while_running, test_random_ops,
-           test_same_again)
+           test_long_sequences, test_same_again)

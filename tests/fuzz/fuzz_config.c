@@ -40,9 +40,9 @@ static void check_ropes(const struct qkv_model_config *config)
     }
     for (int32_t i = 0; i < config->n_ropes; i++) {
         float mscale;
-        qkv_rope_frequencies(&config->ropes[i], config->head_dim / 2, inv_freq, &mscale);
+        qkv_rope_frequencies(&config->ropes[i], config->rope_dim / 2, inv_freq, &mscale);
         expect(isfinite(mscale));
-        for (int32_t k = 0; k < config->head_dim / 2; k++) {
+        for (int32_t k = 0; k < config->rope_dim / 2; k++) {
             expect(isfinite(inv_freq[k]));
         }
     }

@@ -17,8 +17,26 @@ Array = NDArray[Any]
 Config = Mapping[str, Any]
 
 
+# By class: norms after attention, before the MLP, after the MLP; None: the block has none there.
+Norms = tuple[str | None, str, str | None]
+GEMMA_NORMS: Norms = (
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+NORMS: dict[str, Norms] = {
+    "Gemma2ForCausalLM": GEMMA_NORMS,
+    "Gemma3ForCausalLM": GEMMA_NORMS,
+    "Glm4ForCausalLM": (
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    ),
+}
+
+
 def is_gemma(config: Config) -> bool:
-    return str(config["architectures"][0]) == "Gemma3ForCausalLM"
+    return str(config["architectures"][0]).startswith("Gemma")
 
 
 def rms_norm(x: Array, weight: Array, eps: float, plus_one: bool) -> Array:
@@ -34,7 +52,7 @@ def activation(name: str, x: Array) -> Array:
 
 
 def inverse_frequencies(
-    theta: float, scaling: Mapping[str, Any] | None, dim: int, max_positions: int
+    theta: float, scaling: Mapping[str, Any] | None, dim: int, max_positions: int, n_tokens: int
 ) -> tuple[NDArray[np.float64], float]:
     """Angle per position of each pair of channels, and the factor of cos and sin.
 
@@ -43,6 +61,12 @@ def inverse_frequencies(
     kind = scaling.get("rope_type", scaling.get("type")) if scaling else "default"
     if scaling is None or kind == "default":
         return inv_freq, 1.0
+    if kind == "longrope":
+        original = scaling["original_max_position_embeddings"]
+        by = scaling["long_factor" if n_tokens > original else "short_factor"]
+        longer = scaling.get("factor", max_positions / original)
+        by_length = math.sqrt(1 + math.log(longer) / math.log(original)) if longer > 1 else 1.0
+        return inv_freq / np.asarray(by), float(scaling.get("attention_factor", by_length))
     factor = float(scaling["factor"])
     if kind == "linear":
         return inv_freq / factor, 1.0
@@ -80,16 +104,22 @@ def windows_and_ropes(config: Config) -> list[tuple[int, float, Mapping[str, Any
     """(window, theta, scaling) of each layer; window 0 is full attention."""
     n_layers = config["num_hidden_layers"]
     window = config.get("sliding_window") or 0
-    full = (0, config["rope_theta"], config.get("rope_scaling"))
+    scaling = config.get("rope_scaling")
+    if scaling and "original_max_position_embeddings" in config:
+        key = "original_max_position_embeddings"
+        scaling = {**scaling, key: config[key]}
+    full = (0, config["rope_theta"], scaling)
     name = config["architectures"][0]
-    if is_gemma(config):
+    if name == "Gemma2ForCausalLM":
+        return [(0 if i % 2 else window, full[1], full[2]) for i in range(n_layers)]
+    if name == "Gemma3ForCausalLM":
         pattern = config.get("sliding_window_pattern", 6)
         types = config.get("layer_types") or [
             "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n_layers)
         ]
         local = (window, config["rope_local_base_freq"], None)
         return [local if kind == "sliding_attention" else full for kind in types]
-    if name == "MistralForCausalLM":
+    if name in ("MistralForCausalLM", "Phi3ForCausalLM"):
         return [(window, full[1], full[2])] * n_layers
     if name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") and config.get("use_sliding_window"):
         first = config.get("max_window_layers", 28)
@@ -97,13 +127,21 @@ def windows_and_ropes(config: Config) -> list[tuple[int, float, Mapping[str, Any
     return [full] * n_layers
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """x [n, heads, dim]; cos, sin [n, 1, dim / 2]. The halves of a head are the pairs."""
-    a, b = np.split(x, 2, axis=-1)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+def rotate(x: Array, cos: Array, sin: Array, neighbours: bool = False) -> Array:
+    """x [n, heads, dim]; cos, sin [n, 1, pairs]: the first channels turn, their halves or their
+    neighbours being the pairs."""
+    n_rotated = 2 * cos.shape[-1]
+    out = x.copy()
+    if neighbours:
+        first, second = slice(0, n_rotated, 2), slice(1, n_rotated, 2)
+    else:
+        first, second = slice(0, n_rotated // 2), slice(n_rotated // 2, n_rotated)
+    a, b = x[..., first], x[..., second]
+    out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
+    return out
 
 
-def attend(q: Array, k: Array, v: Array, scale: float, window: int) -> Array:
+def attend(q: Array, k: Array, v: Array, scale: float, window: int, cap: float = 0.0) -> Array:
     """q [n, heads, dim], k and v [n, kv_heads, dim] -> [n, heads, dim]."""
     n, n_heads, _ = q.shape
     group = n_heads // k.shape[1]
@@ -112,6 +150,7 @@ def attend(q: Array, k: Array, v: Array, scale: float, window: int) -> Array:
     out = np.empty((n, n_heads, v.shape[2]), q.dtype)
     for head in range(n_heads):
         logits = q[:, head] @ k[:, head // group].T * q.dtype.type(scale)
+        logits = cap * np.tanh(logits / cap) if cap else logits
         logits = np.where(hidden, -np.inf, logits)
         weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
         out[:, head] = weights / weights.sum(axis=-1, keepdims=True) @ v[:, head // group]
@@ -151,6 +190,11 @@ def logits(
     dim = config.get("head_dim") or hidden // n_heads
     scale = (config["query_pre_attn_scalar"] if gemma else dim) ** -0.5
     act = str(config.get("hidden_activation") or config["hidden_act"])
+    n_rotated = int(dim * config.get("partial_rotary_factor", 1.0))
+    neighbours = config["architectures"][0] == "Glm4ForCausalLM"
+    after_attention, before_mlp, after_mlp = NORMS.get(
+        config["architectures"][0], (None, "post_attention_layernorm", None)
+    )
 
     def project(name: str, x: Array) -> Array:
         def op(w: Mapping[str, Array], x: Array) -> Array:
@@ -168,24 +212,31 @@ def logits(
     for i, (window, theta, scaling) in enumerate(windows_and_ropes(config)):
         p = f"model.layers.{i}."
         inv_freq, mscale = inverse_frequencies(
-            theta, scaling, dim, config["max_position_embeddings"]
+            theta, scaling, n_rotated, config["max_position_embeddings"], n
         )
         angles = np.arange(n)[:, None, None] * inv_freq
         cos, sin = (np.cos(angles) * mscale).astype(dtype), (np.sin(angles) * mscale).astype(dtype)
         h = norm(p + "input_layernorm", x)
-        q = project(p + "self_attn.q_proj", h).reshape(n, n_heads, dim)
-        k = project(p + "self_attn.k_proj", h).reshape(n, n_kv, dim)
-        v = project(p + "self_attn.v_proj", h).reshape(n, n_kv, dim)
+        if p + "self_attn.qkv_proj.weight" in w:
+            qkv = project(p + "self_attn.qkv_proj", h).reshape(n, n_heads + 2 * n_kv, dim)
+            q, k, v = np.split(qkv, [n_heads, n_heads + n_kv], axis=1)
+        else:
+            q = project(p + "self_attn.q_proj", h).reshape(n, n_heads, dim)
+            k = project(p + "self_attn.k_proj", h).reshape(n, n_kv, dim)
+            v = project(p + "self_attn.v_proj", h).reshape(n, n_kv, dim)
         if p + "self_attn.q_norm.weight" in w:
             q, k = norm(p + "self_attn.q_norm", q), norm(p + "self_attn.k_norm", k)
-        out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, scale, window)
-        h = project(p + "self_attn.o_proj", out.reshape(n, -1))
-        x = x + (norm(p + "post_attention_layernorm", h) if gemma else h)
-        before_mlp = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+        q, k = rotate(q, cos, sin, neighbours), rotate(k, cos, sin, neighbours)
+        h = attend(q, k, v, scale, window, config.get("attn_logit_softcapping") or 0.0)
+        h = project(p + "self_attn.o_proj", h.reshape(n, -1))
+        x = x + (norm(p + after_attention, h) if after_attention else h)
         h = norm(p + before_mlp, x)
-        h = activation(act, project(p + "mlp.gate_proj", h)) * project(p + "mlp.up_proj", h)
-        h = project(p + "mlp.down_proj", h)
-        x = x + (norm(p + "post_feedforward_layernorm", h) if gemma else h)
+        if p + "mlp.gate_up_proj.weight" in w:
+            gate, up = np.split(project(p + "mlp.gate_up_proj", h), 2, axis=-1)
+        else:
+            gate, up = project(p + "mlp.gate_proj", h), project(p + "mlp.up_proj", h)
+        h = project(p + "mlp.down_proj", activation(act, gate) * up)
+        x = x + (norm(p + after_mlp, h) if after_mlp else h)
 
     def head(w: Mapping[str, Array], x: Array) -> Array:
         return np.asarray(x @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T)

@@ -10,6 +10,7 @@ Layouts: safetensors (8-byte header length, JSON, bytes) and GGUF v3 as ggml's d
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 import sys
@@ -29,6 +30,9 @@ ARCHS = {
     "mistral": ("MistralForCausalLM", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "phi3": ("Phi3ForCausalLM", "phi3"),
+    "glm4": ("Glm4ForCausalLM", "glm4"),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
 }
 GGUF_TYPES = {
@@ -105,7 +109,7 @@ def make_config(arch: str, **overrides: Any) -> Config:
         "rope_theta": 10000.0,
         "rope_scaling": None,
         "hidden_act": "silu",
-        "tie_word_embeddings": arch in ("qwen2", "gemma3"),
+        "tie_word_embeddings": arch in ("qwen2", "gemma2", "gemma3"),
         "bos_token_id": vocab - len(SPECIALS),
         "eos_token_id": vocab - len(SPECIALS) + 1,
         "torch_dtype": "bfloat16",
@@ -116,6 +120,23 @@ def make_config(arch: str, **overrides: Any) -> Config:
         config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 28}
     elif arch == "qwen3":
         config |= {"head_dim": 32, "attention_bias": False, "use_sliding_window": False}
+    elif arch == "phi3":
+        window = {"sliding_window": 24, "original_max_position_embeddings": 1024}
+        config |= {**window, "partial_rotary_factor": 1.0, "pad_token_id": None}
+    elif arch == "glm4":
+        config |= {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True}
+        config |= {"pad_token_id": None}
+    elif arch == "gemma2":
+        del config["hidden_act"]
+        config |= {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 6.0,
+        }
     elif arch == "gemma3":
         del config["hidden_act"]
         config |= {
@@ -139,12 +160,22 @@ def to_v5(config: Config) -> Config:
     rope = dict(out.pop("rope_scaling") or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope["rope_theta"] = out.pop("rope_theta")
+    if "partial_rotary_factor" in out:
+        rope["partial_rotary_factor"] = out.pop("partial_rotary_factor")
     if "rope_local_base_freq" in out:
         local = {"rope_type": "default", "rope_theta": out.pop("rope_local_base_freq")}
         out["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
     else:
         out["rope_parameters"] = rope
     return out
+
+
+def is_gemma(config: Mapping[str, Any]) -> bool:
+    return str(config["architectures"][0]).startswith("Gemma")
+
+
+def rope_dim(config: Config) -> int:
+    return int(head_dim(config) * config.get("partial_rotary_factor", 1.0))
 
 
 def head_dim(config: Config) -> int:
@@ -158,12 +189,19 @@ def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     dim = head_dim(config)
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     qkv_bias = name == "Qwen2ForCausalLM" or config.get("attention_bias", False)
-    out_bias = name != "Qwen2ForCausalLM" and config.get("attention_bias", False)
+    no_out_bias = ("Qwen2ForCausalLM", "Glm4ForCausalLM")
+    out_bias = name not in no_out_bias and config.get("attention_bias", False)
+    parts = [("q", q), ("k", kv), ("v", kv)]
+    mlp = [("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))]
+    if name == "Phi3ForCausalLM":
+        parts = [("qkv", q + 2 * kv)]
+    if name in ("Phi3ForCausalLM", "Glm4ForCausalLM"):
+        mlp = [("gate_up", (2 * ffn, hidden)), ("down", (hidden, ffn))]
     yield "model.embed_tokens.weight", (vocab, hidden)
     for i in range(config["num_hidden_layers"]):
         p = f"model.layers.{i}."
         yield p + "input_layernorm.weight", (hidden,)
-        for proj, n in (("q", q), ("k", kv), ("v", kv)):
+        for proj, n in parts:
             yield p + f"self_attn.{proj}_proj.weight", (n, hidden)
             if qkv_bias:
                 yield p + f"self_attn.{proj}_proj.bias", (n,)
@@ -174,14 +212,13 @@ def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
         if out_bias:
             yield p + "self_attn.o_proj.bias", (hidden,)
         yield p + "post_attention_layernorm.weight", (hidden,)
-        if name == "Gemma3ForCausalLM":
+        if is_gemma(config):
             yield p + "pre_feedforward_layernorm.weight", (hidden,)
             yield p + "post_feedforward_layernorm.weight", (hidden,)
-        for proj, shape in (
-            ("gate", (ffn, hidden)),
-            ("up", (ffn, hidden)),
-            ("down", (hidden, ffn)),
-        ):
+        if name == "Glm4ForCausalLM":
+            yield p + "post_self_attn_layernorm.weight", (hidden,)
+            yield p + "post_mlp_layernorm.weight", (hidden,)
+        for proj, shape in mlp:
             yield p + f"mlp.{proj}_proj.weight", shape
             if config.get("mlp_bias", False):
                 yield p + f"mlp.{proj}_proj.bias", (shape[0],)
@@ -194,7 +231,7 @@ def make_tensors(config: Config, seed: int) -> dict[str, F32]:
     """Random weights under which logits spread over a few units and attention is not flat. From
     RandomState, whose numbers NumPy never changes: expected values are recorded for them."""
     rng = np.random.RandomState(seed)
-    centre = 0.0 if config["architectures"][0] == "Gemma3ForCausalLM" else 1.0
+    centre = 0.0 if is_gemma(config) else 1.0
     out: dict[str, F32] = {}
     for name, shape in tensor_shapes(config):
         values = rng.standard_normal(shape).astype(np.float32)
@@ -367,12 +404,14 @@ GGUF_NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
 GGUF_NAMES_GEMMA = {
@@ -382,8 +421,15 @@ GGUF_NAMES_GEMMA = {
 }
 
 
-def gguf_name(name: str, gemma: bool) -> str:
-    names = GGUF_NAMES | GGUF_NAMES_GEMMA if gemma else GGUF_NAMES
+GGUF_NAMES_GLM4 = {
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}
+
+
+def gguf_name(name: str, arch: str) -> str:
+    names = GGUF_NAMES | (GGUF_NAMES_GLM4 if arch == "glm4" else {})
+    names |= GGUF_NAMES_GEMMA if arch.startswith("gemma") else {}
     stem, kind = name.rsplit(".", 1)
     if stem in names:
         return f"{names[stem]}.{kind}"
@@ -448,13 +494,22 @@ def gguf_metadata(arch: str, config: Config, with_tokenizer: bool) -> dict[str, 
         f"{a}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         f"{a}.attention.key_length": head_dim(config),
         f"{a}.attention.value_length": head_dim(config),
-        f"{a}.rope.dimension_count": head_dim(config),
+        f"{a}.rope.dimension_count": rope_dim(config),
         f"{a}.rope.freq_base": float(config["rope_theta"]),
     }
-    if arch == "gemma3":
+    if arch in ("gemma2", "gemma3", "phi3") and config["sliding_window"]:
         meta[f"{a}.attention.sliding_window"] = config["sliding_window"]
+    if arch == "gemma2":
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            meta[f"{a}.{key}"] = float(config[key])
     scaling = config.get("rope_scaling")
-    if scaling and scaling["rope_type"] in ("linear", "yarn"):
+    kind = scaling.get("rope_type", scaling.get("type")) if scaling else None
+    if scaling and kind == "longrope":
+        original = config["original_max_position_embeddings"]
+        factor = config["max_position_embeddings"] / original
+        meta[f"{a}.rope.scaling.original_context_length"] = original
+        meta[f"{a}.rope.scaling.attn_factor"] = math.sqrt(1 + math.log(factor) / math.log(original))
+    elif scaling and kind in ("linear", "yarn"):
         meta[f"{a}.rope.scaling.type"] = scaling["rope_type"]
         meta[f"{a}.rope.scaling.factor"] = float(scaling["factor"])
         if "original_max_position_embeddings" in scaling:
@@ -514,11 +569,11 @@ def write_gguf(
     (searched in the GGUF name, the first that matches) to types, F16 otherwise; vectors are F32.
     Quantized types need `codec` and rows that are multiples of their block."""
     config = make_config(arch, **overrides)
-    gemma = arch == "gemma3"
+    gemma = is_gemma(config)
     stored: dict[str, F32] = {}
     entries: list[tuple[str, tuple[int, ...], str, bytes]] = []
     for name, made in make_tensors(config, seed).items():
-        target = gguf_name(name, gemma)
+        target = gguf_name(name, arch)
         values = made + 1 if gemma and made.ndim == 1 else made
         heads = 0
         if arch in ("llama", "mistral") and re.search(r"\.attn_[qk]\.", target):
@@ -539,9 +594,15 @@ def write_gguf(
             back = np.ascontiguousarray(pairs.swapaxes(1, 2), dtype=np.float32).reshape(back.shape)
         stored[name] = back - 1 if gemma and back.ndim == 1 else back
     scaling = config.get("rope_scaling")
-    if scaling and scaling["rope_type"] == "llama3":
-        factors = llama3_factors(config)
-        entries.append(("rope_freqs.weight", factors.shape, "F32", factors.tobytes()))
+    kind = scaling.get("rope_type", scaling.get("type")) if scaling else None
+    extra: dict[str, F32] = {}
+    if kind == "llama3":
+        extra["rope_freqs"] = llama3_factors(config)
+    elif kind == "longrope":
+        for length in ("short", "long"):
+            extra[f"rope_factors_{length}"] = np.array(scaling[f"{length}_factor"], np.float32)
+    for stem, factors in extra.items():
+        entries.append((f"{stem}.weight", factors.shape, "F32", factors.tobytes()))
     with_tokenizer = tokenizer and config["vocab_size"] >= 256 + len(SPECIALS)
     write_gguf_file(Path(path), gguf_metadata(arch, config, with_tokenizer), entries)
     return Tiny(config, stored)

@@ -20,6 +20,16 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+# 8 pairs of channels turn in phi3's heads.
+LONGROPE = {
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5],
+        "long_factor": [1.1, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 16.0],
+    },
+    "max_position_embeddings": 2048,
+    "sliding_window": None,
+}
 
 # Name -> (architecture, overrides of make_tiny.make_config).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,6 +59,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-yarn": (
         "qwen3",
         {"rope_scaling": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.5}, "attention_bias": True},
+    ),
+    "phi3": ("phi3", {}),
+    "phi3-partial": ("phi3", {"sliding_window": None, "partial_rotary_factor": 0.75}),
+    "phi3-longrope-short": ("phi3", {**LONGROPE, "original_max_position_embeddings": 96}),
+    "phi3-longrope-long": ("phi3", {**LONGROPE, "original_max_position_embeddings": 89}),
+    "glm4": ("glm4", {}),
+    "glm4-no-bias": ("glm4", {"attention_bias": False, "partial_rotary_factor": 0.25}),
+    "gemma2": ("gemma2", {}),
+    "gemma2-no-caps": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "num_hidden_layers": 2},
     ),
     "gemma3": ("gemma3", {}),
     "gemma3-scaled": (

@@ -74,6 +74,11 @@ def convert(
     layout = _layout(quantization, group_size)
     checkpoint = _core.Checkpoint(models.resolve(model))
     try:
+        if checkpoint.left_out[0]:
+            raise _core.UnsupportedError(
+                f"{model}: a multimodal checkpoint ({checkpoint.left_out[1]}, ...) of which only "
+                "the text part is read: it cannot be converted"
+            )
         source = _Source(checkpoint, layout, quantization, ignore, threads)
         pieces = list(source.pieces())
         n_bytes = sum(piece.n_bytes for piece in pieces)
@@ -248,7 +253,7 @@ class _Source:
     def _plain(self, hub: str, name: str, dtype: str, shape: tuple[int, ...]) -> Piece:
         """As it is; what GGUF alone can store, and its order of rows, is not kept."""
         head_dim = self._head_dim(hub.rpartition(".")[0])
-        plus_one = self._gguf and self._config["arch"] == "Gemma3ForCausalLM" and len(shape) == 1
+        plus_one = self._gguf and from_gguf.is_gemma(self._config) and len(shape) == 1
         if dtype in FLOATS and not head_dim and not plus_one:
             return Piece([Stored(hub, dtype, shape)], lambda: [self._checkpoint.bytes(name)])
         if not self._gguf:
@@ -275,6 +280,7 @@ class _Source:
         c = self._config
         heads = {"q_proj": c["n_heads"], "k_proj": c["n_kv_heads"], "v_proj": c["n_kv_heads"]}
         last = weight.removesuffix(".weight").rpartition(".")[2]
+        heads["qkv_proj"] = c["n_heads"] + 2 * c["n_kv_heads"]
         hidden, ffn = int(c["hidden"]), int(c["ffn"])
         if last in heads:
             return int(heads[last]) * int(c["head_dim"]), hidden
@@ -282,6 +288,8 @@ class _Source:
             return hidden, int(c["n_heads"]) * int(c["head_dim"])
         if last in ("embed_tokens", "lm_head"):
             return int(c["vocab"]), hidden
+        if last == "gate_up_proj":
+            return 2 * ffn, hidden
         return (hidden, ffn) if last == "down_proj" else (ffn, hidden)
 
     # What lies beside them.

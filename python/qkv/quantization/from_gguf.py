@@ -21,6 +21,7 @@ _OF_LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
@@ -33,6 +34,14 @@ _OF_LAYER = {
 }
 _NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
+# Where the name depends on the model.
+_FUSED = {"ffn_up": "mlp.gate_up_proj"}
+_GEMMA_NORMS = {"ffn_norm": "pre_feedforward_layernorm"}
+_GLM4_NORMS = {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+
 ROPE_FACTORS = "rope_freqs.weight"
 
 #: By class: transformers' model_type.
@@ -40,8 +49,16 @@ _TYPES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Phi3ForCausalLM": "phi3",
+    "Glm4ForCausalLM": "glm4",
+    "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
 }
+
+
+def is_gemma(config: Mapping[str, Any]) -> bool:
+    """Norms of other checkpoints hold one less than a GGUF file's, and have Gemma's names."""
+    return str(config["arch"]).startswith("Gemma")
 
 
 def hub_name(name: str, config: Mapping[str, Any]) -> str:
@@ -55,8 +72,12 @@ def hub_name(name: str, config: Mapping[str, Any]) -> str:
             f"{name}: other checkpoints have no such tensor: convert from the original checkpoint"
         )
     inner = _OF_LAYER[found[2]]
-    if found[2] == "ffn_norm" and config["post_norms"]:
-        inner = "pre_feedforward_layernorm"
+    if config["fused_gate_up"]:
+        inner = _FUSED.get(found[2], inner)
+    if is_gemma(config):
+        inner = _GEMMA_NORMS.get(found[2], inner)
+    elif config["post_norms"]:
+        inner = _GLM4_NORMS.get(found[2], inner)
     return f"model.layers.{found[1]}.{inner}.{found[3]}"
 
 
@@ -101,17 +122,29 @@ def config_json(
         found["mlp_bias"] = config["mlp_bias"]
     if arch in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         found |= {"use_sliding_window": False}
-    if arch == "Gemma3ForCausalLM":
+    padding = metadata.get("tokenizer.ggml.padding_token_id")
+    if arch in ("Phi3ForCausalLM", "Glm4ForCausalLM"):
+        found |= {
+            "partial_rotary_factor": config["rope_dim"] / config["head_dim"],
+            "pad_token_id": padding,
+        }
+    if arch == "Phi3ForCausalLM":
+        found |= {"sliding_window": max(windows) or None}
+        found |= {"original_max_position_embeddings": config["max_positions"]}
+    elif is_gemma(config):
+        if arch == "Gemma2ForCausalLM":
+            found |= {"attn_logit_softcapping": config["attn_softcap"] or None}
+        else:
+            found |= {"rope_local_base_freq": config["ropes"][1]["theta"]}
         found |= {
             "hidden_activation": act,
             "query_pre_attn_scalar": round(1.0 / config["attn_scale"] ** 2),
-            "rope_local_base_freq": config["ropes"][1]["theta"],
             "sliding_window": max(windows) or 4096,
             "layer_types": [
                 "sliding_attention" if window else "full_attention" for window in windows
             ],
             "final_logit_softcapping": config["logit_softcap"] or None,
-            "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+            "pad_token_id": padding,
         }
     elif any(windows):
         raise _core.UnsupportedError(f"{arch} with sliding windows: convert from the original")

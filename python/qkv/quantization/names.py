@@ -17,6 +17,20 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 Match = Callable[[str], str | None]  # a module's name -> the pattern that means it
 
 
+def with_text_part(match: Match) -> Match:
+    """The same by the names that the text part's modules have inside of a multimodal model."""
+
+    def either(module: str) -> str | None:
+        found = match(module)
+        if found is None:
+            found = match(f"language_model.{module}")
+        if found is None and module.startswith("model."):
+            found = match(f"model.language_model.{module.removeprefix('model.')}")
+        return found
+
+    return either
+
+
 # What a pattern is made of once escapes and classes are letters: `x`, quantifiers, groups.
 _LETTERS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _GROUP = re.compile(r"\((?:\?[:=!>]|\?<[=!]|\?P?<\w+>)?([^()]*)\)([*+{]?)")
@@ -121,6 +135,7 @@ def by_target(section: Section, patterns: Iterable[str]) -> Match:
 def with_fused(match: Match, fused: Mapping[str, tuple[str, ...]] = FUSED) -> Match:
     """The same with fused projections: one that a file holds whole is meant if all its shards are,
     and a shard if the whole is."""
+    match = with_text_part(match)
 
     def whole_or_shards(module: str) -> str | None:
         found = match(module)

@@ -1,0 +1,161 @@
+"""What is special in some architectures: the text part of multimodal checkpoints, longrope's
+switch, and refusals that say what is missing before a weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from core_runs import Request, open_engine, run
+from qkv import _core
+from ref import forward, make_tiny, tiny_cases
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+def scored(path: Path) -> _core.Result:
+    engine = open_engine(path, kv_tokens=256, threads=1)
+    tokens = np.arange(7, 47, dtype=np.int32)
+    (result,) = run(
+        engine, [Request(tokens, {**GREEDY, "max_tokens": 4, "logprob_start": 1})]
+    ).values()
+    engine.close()
+    return result
+
+
+def multimodal(folder: Path, tiny: make_tiny.Tiny, rename: dict[str, str], **outer: Any) -> None:
+    """The text model inside of a multimodal checkpoint; `rename`: beginnings of names, the first
+    that fits."""
+    folder.mkdir()
+    text = {k: v for k, v in tiny.config.items() if k not in ("architectures", "torch_dtype")}
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {"hidden_size": 8},
+        "torch_dtype": "bfloat16",
+        **outer,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    others = ["vision_tower.embeddings.weight", "multi_modal_projector.norm.weight"]
+    named = {name: np.ones((2, 8), np.float32) for name in others}
+    for name, values in tiny.tensors.items():
+        old, new = next((a, b) for a, b in rename.items() if name.startswith(a))
+        named[new + name.removeprefix(old)] = values
+    make_tiny.write_safetensors(folder / "model.safetensors", named)
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [{"": "language_model."}, {"model.": "model.language_model.", "": ""}],
+    ids=["transformers 4", "transformers 5"],
+)
+def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path, rename: dict[str, str]) -> None:
+    tiny = make_tiny.write(tmp_path / "text", "gemma3", tie_word_embeddings=False)
+    multimodal(tmp_path / "both", tiny, rename)
+    a, b = scored(tmp_path / "text"), scored(tmp_path / "both")
+    assert list(a.token_ids) == list(b.token_ids)
+    assert a.prompt_logprobs.tobytes() == b.prompt_logprobs.tobytes()
+    found = qkv.inspect(tmp_path / "both")
+    assert found.problem is None and found.config["arch"] == "Gemma3ForCausalLM"
+    assert found.left_out == (2, "vision_tower.embeddings.weight")
+    assert "2 of other parts than text" in str(found)
+    with pytest.raises(_core.UnsupportedError, match="only the text part is read"):
+        qkv.quantization.convert.convert(tmp_path / "both", tmp_path / "out", "int8")
+
+
+def test_an_excluded_module_of_the_text_part(tmp_path: Path) -> None:
+    """Lists name modules as the whole model has them."""
+    match = qkv.quantization.names.with_fused(
+        qkv.quantization.names.by_glob(["language_model.model.layers.0.*", "vision_tower*"])
+    )
+    assert match("model.layers.0.mlp.up_proj") == "language_model.model.layers.0.*"
+    assert match("model.layers.1.mlp.up_proj") is None
+
+
+@pytest.mark.parametrize(
+    ("outer", "message"),
+    [
+        (
+            {"architectures": ["MllamaForConditionalGeneration"]},
+            "MllamaForConditionalGeneration.*not known to stand alone: it has cross-attention",
+        ),
+        ({"text_config": {"model_type": "moonshine"}}, '"moonshine", which is not supported'),
+    ],
+)
+def test_text_parts_that_do_not_stand_alone(
+    tmp_path: Path, outer: dict[str, Any], message: str
+) -> None:
+    tiny = make_tiny.write(tmp_path / "text", "gemma3")
+    multimodal(tmp_path / "both", tiny, {"": "language_model."}, **outer)
+    with pytest.raises(_core.UnsupportedError, match=message):
+        scored(tmp_path / "both")
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks"),
+    [
+        ("Qwen3NextForCausalLM", "gated delta-net layers"),
+        ("Qwen3_5ForCausalLM", "gated delta-net layers"),
+        ("Mamba2ForCausalLM", "state-space layers"),
+        ("JambaForCausalLM", "state-space layers"),
+        ("NemotronHForCausalLM", "state-space layers"),
+        ("SomethingForCausalLM", "known: .*LlamaForCausalLM"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, name: str, lacks: str) -> None:
+    """From the config alone: there is no file of weights that could be read."""
+    make_tiny.write(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
+    with pytest.raises(_core.UnsupportedError, match=f"{name}.*{lacks}"):
+        scored(tmp_path)
+    assert name in str(qkv.inspect(tmp_path).problem)
+
+
+@pytest.mark.parametrize(
+    ("arch", "lie", "message"),
+    [
+        (
+            "llama",
+            {"num_key_value_heads": 4},
+            r"k_proj\.weight: shape \[32, 64\], the config says \[64, 64\] "
+            r"\(4 heads, 4 for K and V, of 16 channels\)",
+        ),
+        (
+            "phi3",
+            {"num_attention_heads": 8},
+            r"qkv_proj\.weight: shape \[128, 64\], the config says \[96, 64\] "
+            r"\(8 heads, 2 for K and V, of 8 channels\)",
+        ),
+    ],
+)
+def test_a_lie_about_heads(tmp_path: Path, arch: str, lie: dict[str, Any], message: str) -> None:
+    tiny = make_tiny.write(tmp_path, arch)
+    (tmp_path / "config.json").write_text(json.dumps({**tiny.config, **lie}))
+    with pytest.raises(_core.CheckpointError, match=message):
+        scored(tmp_path)
+
+
+def test_longrope_switches_with_the_sequence(tmp_path: Path) -> None:
+    """Each token is the best by the reference for a sequence of that length: from 41 tokens on, all
+    positions turn by the long factors, those of the prompt, too."""
+    config = {**tiny_cases.LONGROPE, "original_max_position_embeddings": 40}
+    tiny = make_tiny.write(tmp_path, "phi3", seed=3, **config)
+    prompt = np.arange(100, 133, dtype=np.int32)
+    engine = open_engine(tmp_path, kv_tokens=128, threads=1, compute_dtype="float32")
+    (result,) = run(engine, [Request(prompt, {**GREEDY, "max_tokens": 14})]).values()
+    counts = engine.counts()
+    engine.close()
+    ids = [*prompt]
+    for token, logprob in zip(result.token_ids, result.logprobs, strict=True):
+        table = forward.log_probs(tiny.config, tiny.tensors, ids)[-1]
+        assert token == table.argmax(), len(ids)
+        assert abs(logprob - table[token]) < 1e-4, len(ids)
+        ids.append(token)
+    assert counts["n_retractions"] == 1
