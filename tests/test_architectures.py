@@ -13,6 +13,8 @@ import pytest
 import qkv
 from core_runs import Request, open_engine, run
 from qkv import _core
+from qkv.quantization import convert
+from qkv.quantization.names import by_glob, with_fused
 from ref import forward, make_tiny, tiny_cases
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -66,14 +68,12 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path, rename: dict[s
     assert found.left_out == (2, "vision_tower.embeddings.weight")
     assert "2 of other parts than text" in str(found)
     with pytest.raises(_core.UnsupportedError, match="only the text part is read"):
-        qkv.quantization.convert.convert(tmp_path / "both", tmp_path / "out", "int8")
+        convert.convert(tmp_path / "both", tmp_path / "out", "int8")
 
 
 def test_an_excluded_module_of_the_text_part(tmp_path: Path) -> None:
     """Lists name modules as the whole model has them."""
-    match = qkv.quantization.names.with_fused(
-        qkv.quantization.names.by_glob(["language_model.model.layers.0.*", "vision_tower*"])
-    )
+    match = with_fused(by_glob(["language_model.model.layers.0.*", "vision_tower*"]))
     assert match("model.layers.0.mlp.up_proj") == "language_model.model.layers.0.*"
     assert match("model.layers.1.mlp.up_proj") is None
 
@@ -145,7 +145,7 @@ def test_a_lie_about_heads(tmp_path: Path, arch: str, lie: dict[str, Any], messa
 def test_longrope_switches_with_the_sequence(tmp_path: Path) -> None:
     """Each token is the best by the reference for a sequence of that length: from 41 tokens on, all
     positions turn by the long factors, those of the prompt, too."""
-    config = {**tiny_cases.LONGROPE, "original_max_position_embeddings": 40}
+    config: dict[str, Any] = {**tiny_cases.LONGROPE, "original_max_position_embeddings": 40}
     tiny = make_tiny.write(tmp_path, "phi3", seed=3, **config)
     prompt = np.arange(100, 133, dtype=np.int32)
     engine = open_engine(tmp_path, kv_tokens=128, threads=1, compute_dtype="float32")

@@ -241,7 +241,7 @@ def test_gguf_rope_scaling_against_reference(tmp_path: Path, kind: str) -> None:
 def test_gguf_longrope_against_reference(tmp_path: Path, original: int) -> None:
     """Factors as tensors; 60 tokens are more than 59, and not more than 60."""
     path = tmp_path / "tiny.gguf"
-    config = {**tiny_cases.LONGROPE, "original_max_position_embeddings": original}
+    config: dict[str, Any] = {**tiny_cases.LONGROPE, "original_max_position_embeddings": original}
     tiny = make_tiny.write_gguf(path, "phi3", seed=15, **config)
     check_against_reference(path, tiny, seed=16)
 

@@ -148,7 +148,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def other_settings() -> list[Any]:
-    out: list[tuple[str, dict[str, Any]]] = [(arch, {}) for arch in ("gemma3", "phi3")]
+    out: list[tuple[str, dict[str, Any]]] = [
+        (arch, {}) for arch in ("gemma3", "phi3", "glm4", "gemma2")
+    ]
     out += [(arch, {"compute_dtype": "float32"}) for arch in ("llama", "gemma3")]
     usable = [name for name, is_usable in _core.isas() if is_usable]
     out += [("mistral", {"isa": name}) for name in usable[1:]]  # the best one is the default

@@ -138,7 +138,7 @@ def rotate(x: Array, cos: Array, sin: Array, neighbours: bool = False) -> Array:
         first, second = slice(0, n_rotated // 2), slice(n_rotated // 2, n_rotated)
     a, b = x[..., first], x[..., second]
     out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
-    return out
+    return np.asarray(out)
 
 
 def attend(q: Array, k: Array, v: Array, scale: float, window: int, cap: float = 0.0) -> Array:

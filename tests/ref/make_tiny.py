@@ -594,11 +594,11 @@ def write_gguf(
             back = np.ascontiguousarray(pairs.swapaxes(1, 2), dtype=np.float32).reshape(back.shape)
         stored[name] = back - 1 if gemma and back.ndim == 1 else back
     scaling = config.get("rope_scaling")
-    kind = scaling.get("rope_type", scaling.get("type")) if scaling else None
+    rope = scaling.get("rope_type", scaling.get("type")) if scaling else None
     extra: dict[str, F32] = {}
-    if kind == "llama3":
+    if rope == "llama3":
         extra["rope_freqs"] = llama3_factors(config)
-    elif kind == "longrope":
+    elif scaling and rope == "longrope":
         for length in ("short", "long"):
             extra[f"rope_factors_{length}"] = np.array(scaling[f"{length}_factor"], np.float32)
     for stem, factors in extra.items():
