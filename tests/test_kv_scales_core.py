@@ -140,6 +140,7 @@ def broken() -> dict[str, tuple[dict[str, F32], list[str]]]:
         "negative": (stored(-2 * one), [k0, "is -2"]),
         "NaN": (stored(one * np.float32("nan")), [k0, "nan"]),
         "infinite": (stored(one * np.float32("inf")), [k0, "inf"]),
+        "too large": (stored(one * np.float32(3.3e38)), [k0, "at most 3e+38"]),
         "three heads": (stored(np.ones(3, np.float32)), [k0, "1 value or 2"]),
         "a matrix": (stored(np.ones((2, 2), np.float32)), [k0, "2 dimensions"]),
         "zero point": (sound | {name(0, "k_zero_point"): one}, ["k_zero_point", "asymmetric"]),

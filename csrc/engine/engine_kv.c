@@ -4,6 +4,7 @@
 #include "base/mem.h"
 #include "engine/engine_impl.h"
 #include "engine/engine_kv.h"
+#include "model/kv_scales.h"
 
 static size_t n_layers_of(const struct qkv_engine *engine)
 {
@@ -26,7 +27,7 @@ static enum qkv_status choose(struct qkv_error *err, const struct qkv_engine_opt
     const float *scales = options->kv_scales + (given * 2 + (size_t)which) * n_heads;
     const enum qkv_kv_format format = options->kv_formats[row * 2 + (size_t)which];
     for (size_t h = 0; h < n_heads; h++) {
-        if (!(scales[h] > 0.0f) || scales[h] > 3.0e38f) {
+        if (!(scales[h] > 0.0f) || scales[h] > QKV_KV_SCALE_MAX) {
             return qkv_fail(err, QKV_ERR_ARGUMENT,
                             "kv_scales: layer %d, %s, head %zu: %g, must be positive and finite",
                             layer, which == 0 ? "K" : "V", h, (double)scales[h]);

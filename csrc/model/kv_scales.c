@@ -215,10 +215,11 @@ static enum qkv_status read_values(struct qkv_error *err, const struct qkv_tenso
         return QKV_OK;
     }
     for (int32_t i = 0; i < item->n_values; i++) {
-        if (!(values[i] > 0.0f) || isinf(values[i])) {
+        if (!(values[i] > 0.0f) || values[i] > QKV_KV_SCALE_MAX) {
             return qkv_fail(err, QKV_ERR_CHECKPOINT,
-                            "%s: element %" PRId32 " is %g, a scale is positive and finite",
-                            tensor->name, i, (double)values[i]);
+                            "%s: element %" PRId32 " is %g, a scale is positive and finite, and at "
+                            "most %g",
+                            tensor->name, i, (double)values[i], (double)QKV_KV_SCALE_MAX);
         }
     }
     return QKV_OK;

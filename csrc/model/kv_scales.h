@@ -4,6 +4,9 @@
 #ifndef QKV_MODEL_KV_SCALES_H
 #define QKV_MODEL_KV_SCALES_H
 
+/* No scale is larger: values times it stay finite in most of their range. */
+#define QKV_KV_SCALE_MAX 3.0e38f
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>

@@ -56,7 +56,12 @@ static enum qkv_status pack_matrix(struct qkv_error *err, const struct loader *l
                                    const struct qkv_matrix *matrix, struct qkv_weight **out)
 {
     struct qkv_model *model = loader->model;
+    struct qkv_form form;
+    qkv_matrix_form(matrix, &form);
+    const bool integers = form.code == QKV_CODE_I8 || form.code == QKV_CODE_U8 ||
+                          form.code == QKV_CODE_I4 || form.code == QKV_CODE_U4;
     model->counts.n_inputs += matrix->input.quant != QKV_INPUT_NONE;
+    model->counts.n_int8_inputs += integers && matrix->input.quant == QKV_INPUT_INT8;
     return model->backend->weight_create(err, model->device, matrix, out);
 }
 

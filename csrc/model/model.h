@@ -50,6 +50,7 @@ struct qkv_model_counts {
     int32_t n_online; /* quantized while loading */
     int32_t n_left;   /* of those that should have been: their rows do not divide into groups */
     int32_t n_inputs; /* want quantized inputs */
+    int32_t n_int8_inputs; /* of these: int8, with weights in integer codes */
 };
 
 struct qkv_model_memory {

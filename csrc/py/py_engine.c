@@ -99,10 +99,15 @@ static PyObject *engine_close(PyObject *object, PyObject *unused)
 /* Of a set of weights: how many matrices, and how they are multiplied. */
 static PyObject *build_set(const struct qkv_engine_info *info, enum qkv_phase phase)
 {
-    const bool int8 = info->activations == QKV_ACTIVATIONS_INT8;
     const bool as_stored = info->activations == QKV_ACTIVATIONS_CHECKPOINT;
+    int n_int8 = 0;
+    if (info->activations == QKV_ACTIVATIONS_INT8) {
+        n_int8 = info->int8[phase].n_int8;
+    } else if (as_stored && info->compute == QKV_COMPUTE_BF16) {
+        n_int8 = info->counts[phase].n_int8_inputs;
+    }
     return Py_BuildValue("{s:i,s:i,s:i,s:i,s:i}", "matrices", info->int8[phase].n_matrices,
-                         "int8_matrices", int8 ? info->int8[phase].n_int8 : 0, "quantized_inputs",
+                         "int8_matrices", n_int8, "quantized_inputs",
                          as_stored ? info->counts[phase].n_inputs : 0, "online_matrices",
                          info->counts[phase].n_online, "online_left", info->counts[phase].n_left);
 }

@@ -177,6 +177,19 @@ static enum qkv_status check_k_group(const struct subject *s, const struct qkv_m
     return QKV_OK;
 }
 
+static enum qkv_status check_table(const struct subject *s, const struct qkv_matrix *m)
+{
+    const int n = m->codes.meaning == QKV_MEANING_TABLE ? 16 : 0;
+    for (int i = 0; i < n; i++) {
+        if (!isfinite(m->table[i])) {
+            return qkv_fail(s->err, QKV_ERR_CHECKPOINT,
+                            "%s: value %d of the table is %g, must be finite", s->name, i,
+                            (double)m->table[i]);
+        }
+    }
+    return QKV_OK;
+}
+
 static enum qkv_status check_coded(struct subject *s, const struct qkv_matrix *m)
 {
     if (m->codes.data == NULL || m->blocks != NULL) {
@@ -189,6 +202,7 @@ static enum qkv_status check_coded(struct subject *s, const struct qkv_matrix *m
     int64_t n_groups = m->group == 0 ? 1 : 1 + (m->k_in - 1) / m->group;
     s->part = "codes";
     QKV_TRY(check_codes(s, &m->codes, m->n_out, m->k_in));
+    QKV_TRY(check_table(s, m));
     s->part = "zero points";
     if (m->zero.data != NULL) {
         QKV_TRY(check_zero(s, m, n_groups));
@@ -255,6 +269,12 @@ static enum qkv_status check_input(const struct subject *s, const struct qkv_inp
     }
     if (input->quant == QKV_INPUT_FP8_GROUP && input->group < 1) {
         return qkv_fail(s->err, QKV_ERR_CHECKPOINT, "%s: group of the input %d, must be 1 or more",
+                        s->name, input->group);
+    }
+    /* A vector of the backend's is of one group. */
+    if (input->quant == QKV_INPUT_FP8_GROUP && input->group % 16 != 0) {
+        return qkv_fail(s->err, QKV_ERR_UNSUPPORTED,
+                        "%s: inputs in FP8 by groups of %d: groups must be multiples of 16",
                         s->name, input->group);
     }
     return QKV_OK;

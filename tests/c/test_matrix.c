@@ -847,6 +847,60 @@ static void test_nonsense(void)
     CHECK_BROKEN("group of the input 0", m->input.quant = QKV_INPUT_FP8_GROUP);
 }
 
+static void test_input_groups(void)
+{
+    for (int32_t group = 8; group <= 48; group += 8) {
+        struct qkv_error err;
+        uint8_t codes[96] = {0};
+        float scale = 1.0f;
+        const struct qkv_matrix m = {
+            .n_out = 1,
+            .k_in = 96,
+            .format = QKV_FORMAT_COUNT,
+            .codes = {.data = codes,
+                      .n_bytes = sizeof codes,
+                      .meaning = QKV_MEANING_E4M3,
+                      .bits = 8,
+                      .row_bytes = sizeof codes},
+            .scale = {.data = (const uint8_t *)&scale,
+                      .n_bytes = sizeof scale,
+                      .format = QKV_FORMAT_F32,
+                      .rows_per = 1},
+            .input = {.quant = QKV_INPUT_FP8_GROUP, .group = group},
+        };
+        if (group % 16 == 0) {
+            CHECK_OK(qkv_matrix_check(&err, &m), err);
+        } else {
+            CHECK_ERROR(qkv_matrix_check(&err, &m), err, QKV_ERR_UNSUPPORTED, "multiples of 16");
+        }
+    }
+}
+
+static void test_tables(void)
+{
+    static const float BAD[] = {NAN, INFINITY, -INFINITY};
+    for (int i = 0; i < 4; i++) {
+        struct qkv_error err;
+        uint8_t codes[16] = {0};
+        struct qkv_matrix m = {
+            .n_out = 1,
+            .k_in = 32,
+            .format = QKV_FORMAT_COUNT,
+            .codes = {.data = codes,
+                      .n_bytes = sizeof codes,
+                      .meaning = QKV_MEANING_TABLE,
+                      .bits = 4,
+                      .row_bytes = sizeof codes},
+        };
+        if (i == 3) {
+            CHECK_OK(qkv_matrix_check(&err, &m), err);
+            continue;
+        }
+        m.table[5 * i] = BAD[i];
+        CHECK_ERROR(qkv_matrix_check(&err, &m), err, QKV_ERR_CHECKPOINT, "of the table");
+    }
+}
+
 static void test_broken_indices(void)
 {
     static int32_t k_group[64];
@@ -893,4 +947,5 @@ static void test_broken_shapes(void)
 CHECK_MAIN(test_codes, test_words_of_known_layouts, test_groups, test_zero_points, test_minima,
            test_factor, test_row_scale_with_factor, test_blocks_of_fp8, test_unusual_scales,
            test_scale_values, test_k_group, test_k_group_of_many_groups, test_blocks,
-           test_too_few_bytes, test_nonsense, test_broken_indices, test_broken_shapes)
+           test_too_few_bytes, test_nonsense, test_input_groups, test_tables, test_broken_indices,
+           test_broken_shapes)
