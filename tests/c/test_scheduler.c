@@ -134,6 +134,7 @@ static uint64_t prefix_hash(struct qkv_seq *seq, int32_t position)
     while (user->n_hashes <= position) {
         uint64_t before = user->n_hashes == 0 ? 1 : user->hashes[user->n_hashes - 1];
         uint64_t token = (uint64_t)(uint32_t)seq->tokens[user->n_hashes];
+        token += user->n_hashes < seq->decode_start ? 0 : 1u << 20; /* other weights */
         user->hashes[user->n_hashes++] = mix(before * 31 + token + 7) | 1;
     }
     return user->hashes[position];
@@ -975,7 +976,8 @@ static void test_destroy_while_running(void)
     sim_destroy(sim);
 }
 
-static uint64_t random_ops(struct qkv_scheduler_options options, int32_t n_ops, uint64_t seed)
+static uint64_t random_ops(struct qkv_scheduler_options options, int32_t n_ops, uint64_t seed,
+                           bool phases)
 {
     struct sim *sim = sim_create(options);
     struct qkv_error err;
@@ -996,6 +998,9 @@ static uint64_t random_ops(struct qkv_scheduler_options options, int32_t n_ops, 
             struct qkv_seq *seq = seq_make(prompt, n_prompt, max_tokens);
             seq->id = sim->next_id++;
             seq->lane = random_below(sim, options.n_lanes);
+            if (phases) { /* some are scored, with their continuation given */
+                seq->decode_start = seq->id % 4 == 0 ? n_prompt / 2 + 1 : n_prompt;
+            }
             if (random_below(sim, 4) == 0) {
                 seq->n_reuse_limit = random_below(sim, n_prompt + 1);
             }
@@ -1043,7 +1048,7 @@ static struct qkv_scheduler_options random_options(uint64_t seed)
 static void test_random_ops(void)
 {
     for (uint64_t seed = 1; seed <= 40; seed++) {
-        (void)random_ops(random_options(seed), 5000, seed);
+        (void)random_ops(random_options(seed), 5000, seed, false);
     }
 }
 
@@ -1065,16 +1070,55 @@ static void test_long_sequences(void)
     for (uint64_t seed = 200; seed < 220; seed++) {
         options = random_options(seed);
         options.long_above = 8 + (int32_t)(seed % 7) * 9;
-        (void)random_ops(options, 2000, seed);
+        (void)random_ops(options, 2000, seed, false);
     }
+}
+
+/* Nobody reads keys that other weights have made, whatever is shared, retracted or given up. */
+static void test_random_ops_with_phases(void)
+{
+    for (uint64_t seed = 1; seed <= 20; seed++) {
+        (void)random_ops(random_options(seed), 3000, seed, true);
+    }
+}
+
+/* What a sequence has generated is not found as a prefix; its prompt is. */
+static void test_phases_share_prompts(void)
+{
+    struct sim *sim = sim_create(roomy);
+    int32_t tokens[96];
+    fill(tokens, 40, 1);
+    struct qkv_error err;
+    for (int32_t decode_start = 40; decode_start <= 96; decode_start += 56) {
+        struct qkv_seq *seq = seq_make(tokens, 40, 56);
+        seq->decode_start = decode_start;
+        CHECK_OK(qkv_scheduler_add(&err, sim->scheduler, seq), err);
+        sim->seqs[sim->n_seqs++] = seq;
+        while (seq->n_tokens < 90) {
+            (void)sim_step(sim);
+        }
+        memcpy(tokens, seq->tokens, 90 * sizeof *tokens);
+        sim_finish(sim, seq);
+        seq = sim_add(sim, tokens, 90, 2, 0);
+        (void)sim_step(sim);
+        CHECK_EQ_INT(seq->n_first_cached, decode_start == 40 ? 32 : 80);
+        sim_finish(sim, seq);
+        qkv_scheduler_flush(sim->scheduler);
+    }
+    struct qkv_seq *seq = seq_make(tokens, 4, 4);
+    seq->decode_start = 0;
+    CHECK_ERROR(qkv_scheduler_add(&err, sim->scheduler, seq), err, QKV_ERR_ARGUMENT,
+                "decode_start is 0");
+    seq_free(seq);
+    sim_destroy(sim);
 }
 
 static void test_same_again(void)
 {
     for (uint64_t seed = 100; seed < 104; seed++) {
-        uint64_t trace = random_ops(random_options(seed), 1000, seed);
-        CHECK(random_ops(random_options(seed), 1000, seed) == trace);
-        CHECK(random_ops(random_options(seed), 1000, seed + 1000) != trace);
+        uint64_t trace = random_ops(random_options(seed), 1000, seed, false);
+        CHECK(random_ops(random_options(seed), 1000, seed, false) == trace);
+        CHECK(random_ops(random_options(seed), 1000, seed + 1000, false) != trace);
     }
 }
 
@@ -1084,4 +1128,5 @@ CHECK_MAIN(test_one_request, test_wrong_calls, test_append_and_plan, test_reuse,
            test_cheapest_is_retracted, test_shared_positions_cost_nothing,
            test_victim_without_pages, test_growth_is_kept_back, test_room_for_one, test_cancel,
            test_finish_in_any_state, test_lanes, test_destroy_while_running, test_random_ops,
-           test_long_sequences, test_same_again)
+           test_long_sequences, test_random_ops_with_phases, test_phases_share_prompts,
+           test_same_again)
