@@ -20,7 +20,7 @@ export QKV_CUDA ?= 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test dev check format format-check lint layers stubs ctests asan ubsan tsan \
-	pytest-fast pytest-asan fuzz fuzz-replay isa cuda cuda-check cuda-ctests bench soak soak-models \
+	pytest-fast pytest-asan fuzz fuzz-replay isa cuda cuda-check cuda-ctests cuda-gpu bench soak soak-models \
 	dist clean
 
 help:
@@ -32,7 +32,8 @@ help:
 	@echo "make asan tsan     C tests, fuzz replay and pytest under ASan+UBSan; C tests under TSan"
 	@echo "make fuzz T=gguf   fuzz one target for SECONDS_PER_TARGET=60 s; make fuzz-replay: the corpus"
 	@echo "make isa           parity of every instruction set that this machine has"
-	@echo "make cuda          the CUDA library with nvcc; make cuda-check: its kernels, emulated"
+	@echo "make cuda          the CUDA library with nvcc; cuda-check: its kernels, emulated; cuda-gpu: on"
+	@echo "                   the GPU that is there"
 	@echo "make bench         all benches as CSV, and what moved against tests/bench/baseline.csv"
 	@echo "make soak          what takes too long for CI"
 	@echo "make dist          sdist and wheel, installed into a clean environment and tried"
@@ -163,7 +164,16 @@ cuda-check: cuda-ctests $(VENV)/test.stamp
 
 cuda-ctests: $(VENV)/tools.stamp
 	$(BIN)/python tests/tools/cuda_build.py --emulated -j $(JOBS)
-	QKV_TEST_BACKEND=python/qkv/_qkv_cuda_emulated.so $(CTESTS) attention_kv forms linear sample
+	QKV_TEST_BACKEND=python/qkv/_qkv_cuda_emulated.so $(CTESTS) $(CUDA_TESTS)
+
+# The same tests of kernels on the GPU that is there, then under NVIDIA's checkers.
+CUDA_TESTS := attention_kv forms linear sample
+cuda-gpu: cuda
+	QKV_TEST_BACKEND=build/cuda/_qkv_cuda.so $(CTESTS) $(CUDA_TESTS)
+	for tool in memcheck racecheck synccheck; do for name in $(CUDA_TESTS); do \
+		QKV_TEST_BACKEND=build/cuda/_qkv_cuda.so compute-sanitizer --tool $$tool \
+			--error-exitcode 1 build/ctests/plain/test_$$name || exit 1; \
+	done; done
 
 bench: $(VENV)/core.stamp
 	$(BIN)/python tests/bench/run_benches.py
