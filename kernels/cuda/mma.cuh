@@ -96,6 +96,15 @@ static __device__ __forceinline__ float qkv_e5m2_fast(uint32_t code)
     return qkv_f32_from_bits(qkv_f32_bits(x) | (code & 0x80u) << 24);
 }
 
+/* f16, infinities and NaN as they are. */
+static __device__ __forceinline__ float qkv_f16_fast(uint32_t code)
+{
+    uint32_t magnitude = (code & 0x7fffu) << 13;
+    float x = qkv_f32_from_bits(magnitude) * 0x1p112f;
+    uint32_t bits = magnitude >= 0x0f800000u ? magnitude + 0x70000000u : qkv_f32_bits(x);
+    return qkv_f32_from_bits(bits | (code & 0x8000u) << 16);
+}
+
 /* e2m1: 0 .5 1 1.5 2 3 4 6 by the same trick. */
 static __device__ __forceinline__ float qkv_e2m1_fast(uint32_t code)
 {

@@ -14,8 +14,8 @@ struct tiles {
     const int32_t *k_order;
     int64_t first;
     uint8_t *codes; /* [tiles, n_units, 32, 8 or 16 bytes] */
-    float *scale;   /* [tiles, n_groups, 8] */
-    float *min;
+    uint8_t *scale; /* [tiles, n_groups, 8] in scale_kind */
+    uint8_t *min;
 };
 
 static const size_t SLAB_BYTES = 16u << 20;
@@ -34,6 +34,40 @@ static void put_code(const struct qkv_weight *w, uint8_t *tile, int64_t column, 
     }
 }
 
+/* The shortest that holds every value of a kind. */
+static enum qkv_scale kept_as(enum qkv_scale kind)
+{
+    switch (kind) {
+    case QKV_SCALE_F16:
+    case QKV_SCALE_ZERO:
+        return QKV_SCALE_F16;
+    case QKV_SCALE_BF16:
+    case QKV_SCALE_E8M0:
+    case QKV_SCALE_E4M3:
+        return QKV_SCALE_BF16;
+    case QKV_SCALE_NONE:
+    case QKV_SCALE_F16_SUB:
+    case QKV_SCALE_F32:
+        break;
+    }
+    return QKV_SCALE_F32;
+}
+
+static size_t kept_bytes(enum qkv_scale kept)
+{
+    return kept == QKV_SCALE_F32 ? sizeof(float) : sizeof(uint16_t);
+}
+
+static void put_scale(uint8_t *to, enum qkv_scale kept, size_t at, float value)
+{
+    if (kept == QKV_SCALE_F32) {
+        memcpy(to + at * sizeof value, &value, sizeof value);
+        return;
+    }
+    uint16_t half = kept == QKV_SCALE_F16 ? qkv_f16_from_f32(value) : qkv_bf16_from_f32(value);
+    memcpy(to + at * sizeof half, &half, sizeof half);
+}
+
 static void put_piece(const struct tiles *t, const struct qkv_piece *piece, size_t tile,
                       int64_t column, int64_t first, int64_t n)
 {
@@ -47,9 +81,11 @@ static void put_piece(const struct tiles *t, const struct qkv_piece *piece, size
         size_t at =
             (tile * (size_t)w->n_groups + (size_t)((first + i) / w->group)) * packed::COLUMNS +
             (size_t)column;
-        t->scale[at] = qkv_scale_value(form->scale, piece->scale[g], piece->scale_sub[g]);
+        put_scale(t->scale, w->scale_kind, at,
+                  qkv_scale_value(form->scale, piece->scale[g], piece->scale_sub[g]));
         if (form->min != QKV_SCALE_NONE) {
-            t->min[at] = qkv_scale_value(form->min, piece->min[g], piece->min_sub[g]);
+            put_scale(t->min, w->min_kind, at,
+                      qkv_scale_value(form->min, piece->min[g], piece->min_sub[g]));
         }
     }
 }
@@ -78,7 +114,8 @@ static enum qkv_status pack_slabs(struct qkv_error *err, struct qkv_device *dev,
                                   size_t n_tiles)
 {
     const struct qkv_weight *w = t->weight;
-    size_t group_bytes = (size_t)w->n_groups * packed::COLUMNS * sizeof(float);
+    size_t scale_bytes = (size_t)w->n_groups * packed::COLUMNS * kept_bytes(w->scale_kind);
+    size_t min_bytes = (size_t)w->n_groups * packed::COLUMNS * kept_bytes(w->min_kind);
     for (size_t first = 0; first < n_tiles; first += slab) {
         size_t n = n_tiles - first < slab ? n_tiles - first : slab;
         t->first = (int64_t)first;
@@ -87,10 +124,11 @@ static enum qkv_status pack_slabs(struct qkv_error *err, struct qkv_device *dev,
         QKV_TRY(qkv_cuda_to_device(err, dev, w->codes + first * w->tile_bytes, t->codes,
                                    n * w->tile_bytes));
         if (w->group > 0) {
-            size_t at = first * (size_t)w->n_groups * packed::COLUMNS;
-            QKV_TRY(qkv_cuda_to_device(err, dev, w->scale + at, t->scale, n * group_bytes));
+            QKV_TRY(qkv_cuda_to_device(err, dev, (uint8_t *)w->scale + first * scale_bytes,
+                                       t->scale, n * scale_bytes));
             if (w->min != NULL) {
-                QKV_TRY(qkv_cuda_to_device(err, dev, w->min + at, t->min, n * group_bytes));
+                QKV_TRY(qkv_cuda_to_device(err, dev, (uint8_t *)w->min + first * min_bytes, t->min,
+                                           n * min_bytes));
             }
         }
     }
@@ -115,9 +153,9 @@ static enum qkv_status pack_codes(struct qkv_error *err, struct qkv_device *dev,
         t.matrix = desc;
         t.weight = w;
         t.k_order = k_order;
-        t.scale = (float *)memory;
-        t.min = t.scale + slab * group_floats;
-        t.codes = (uint8_t *)(t.min + slab * group_floats);
+        t.scale = (uint8_t *)memory;
+        t.min = t.scale + slab * group_floats * sizeof(float);
+        t.codes = t.min + slab * group_floats * sizeof(float);
         status = pack_slabs(err, dev, threads, &t, slab, n_tiles);
     }
     free(memory);
@@ -211,14 +249,14 @@ enum qkv_status qkv_cuda_packed_create(struct qkv_error *err, struct qkv_device 
     void *memory = NULL;
     QKV_TRY(take(err, w, n_tiles * w->tile_bytes, &memory));
     w->codes = (uint8_t *)memory;
-    size_t group_bytes = n_tiles * (size_t)w->n_groups * packed::COLUMNS * sizeof(float);
+    size_t n_scales = n_tiles * (size_t)w->n_groups * packed::COLUMNS;
+    w->scale_kind = kept_as(form->scale);
+    w->min_kind = kept_as(form->min);
     if (w->group > 0) {
-        QKV_TRY(take(err, w, group_bytes, &memory));
-        w->scale = (float *)memory;
+        QKV_TRY(take(err, w, n_scales * kept_bytes(w->scale_kind), &w->scale));
     }
     if (w->group > 0 && form->min != QKV_SCALE_NONE) {
-        QKV_TRY(take(err, w, group_bytes, &memory));
-        w->min = (float *)memory;
+        QKV_TRY(take(err, w, n_scales * kept_bytes(w->min_kind), &w->min));
     }
     return pack_codes(err, dev, desc, w->host_k_order, w, n_tiles);
 }
@@ -243,6 +281,8 @@ static struct packed::params describe(const struct qkv_weight *w)
     int32_t step = w->group > packed::UNIT ? w->group / packed::UNIT : 1;
     p.units_per_warp = qkv_cuda_ceil_div(qkv_cuda_ceil_div(w->n_units, step), packed::WARPS) * step;
     p.code = w->form.code;
+    p.scale_kind = w->scale_kind;
+    p.min_kind = w->min_kind;
     p.min_is_zero = w->form.min == QKV_SCALE_ZERO;
     p.two_terms = w->form.code == QKV_CODE_T4X2;
     return p;

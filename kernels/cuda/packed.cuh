@@ -3,7 +3,8 @@
  * Codes lie as the tensor core wants them (mma.cuh): [tiles of 8 columns][units of 64 k][32 lanes]
  * [16 codes], code 4 s + j of a lane is that of column lane / 4 and, with t = lane % 4,
  * k = 16 s + {2t, 2t + 1, 2t + 8, 2t + 9}[j]. So a warp reads 256 or 512 bytes in a row for each
- * unit. Scales and minima are fp32, [tiles][groups][8 columns].
+ * unit. Scales and minima, in the shortest of fp32, f16 and bf16 that is exact for their kind, are
+ * [tiles][groups][8 columns].
  *
  * A block is 8 columns and 16 or 64 rows; its 4 warps share k: each has a run of units, whole
  * groups, by the shape of the weight alone. A group's sum goes into the total by fma(scale, sum,
@@ -25,8 +26,8 @@ struct params {
     const uint16_t *x;      /* bf16 [n_rows, k_pad] */
     const float *x_sums;    /* [n_rows, n_groups] or NULL */
     const uint8_t *codes;   /* see above */
-    const float *scale;     /* NULL: 1, and one group */
-    const float *min;       /* or NULL; zero points if min_is_zero */
+    const void *scale;      /* NULL: 1, and one group */
+    const void *min;        /* or NULL; zero points if min_is_zero */
     const float *row_scale; /* [n_out] or NULL */
     const uint32_t *table;  /* [16]: what nibbles stand for, bf16 below, the rest of it above; then
                                [16] the same in fp32 */
@@ -42,7 +43,9 @@ struct params {
     int32_t n_groups;
     int32_t n_units;
     int32_t units_per_warp;
-    int32_t code; /* enum qkv_code */
+    int32_t code;       /* enum qkv_code */
+    int32_t scale_kind; /* enum qkv_scale: F32, F16, BF16 */
+    int32_t min_kind;
     int32_t min_is_zero;
     int32_t two_terms; /* the table's values are two bf16 terms */
     float softcap;     /* 0: none */
@@ -61,6 +64,16 @@ static __device__ __forceinline__ float byte_value(int32_t code, uint32_t byte)
     return code == QKV_CODE_E4M3 ? qkv_e4m3_fast(byte)
            : code == QKV_CODE_U8 ? (float)byte
                                  : (float)(int8_t)byte;
+}
+
+/* Element `at` of an array of scales or minima. */
+static __device__ __forceinline__ float load_scale(const void *data, int32_t kind, int64_t at)
+{
+    if (kind == QKV_SCALE_F32) {
+        return ((const float *)data)[at];
+    }
+    uint32_t half = ((const uint16_t *)data)[at];
+    return kind == QKV_SCALE_F16 ? qkv_f16_fast(half) : qkv_f32_from_bits(half << 16);
 }
 
 /* A lane's codes of one unit as B fragments of its 4 steps; `low`: second terms. */
@@ -115,7 +128,8 @@ static __device__ __forceinline__ void fold_group(const struct params &p, int32_
 {
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
     int64_t at = ((int64_t)blockIdx.x * p.n_groups + group) * COLUMNS + lane % 4 * 2;
-    float scale[2] = {p.scale[at], p.scale[at + 1]};
+    float scale[2] = {load_scale(p.scale, p.scale_kind, at),
+                      load_scale(p.scale, p.scale_kind, at + 1)};
 #pragma unroll
     for (int m = 0; m < M; m++) {
 #pragma unroll
@@ -127,7 +141,7 @@ static __device__ __forceinline__ void fold_group(const struct params &p, int32_
     if (p.min == NULL) {
         return;
     }
-    float min[2] = {p.min[at], p.min[at + 1]};
+    float min[2] = {load_scale(p.min, p.min_kind, at), load_scale(p.min, p.min_kind, at + 1)};
     if (p.min_is_zero) {
         min[0] = -(scale[0] * min[0]);
         min[1] = -(scale[1] * min[1]);
@@ -297,9 +311,9 @@ __global__ void __launch_bounds__(THREADS) embed_packed(const struct embed_param
             int64_t group =
                 ((int64_t)(token / COLUMNS) * p.n_groups + k / p.group) * COLUMNS + token % COLUMNS;
             /* Rounded after each step, as qkv_matrix_values has it. */
-            float min = p.min != NULL ? p.min[group] : 0.0f;
+            float min = p.min != NULL ? load_scale(p.min, p.min_kind, group) : 0.0f;
             value = p.min_is_zero ? value - min : value;
-            value = __fmul_rn(value, p.scale[group]);
+            value = __fmul_rn(value, load_scale(p.scale, p.scale_kind, group));
             value = p.min != NULL && !p.min_is_zero ? value + min : value;
         }
         value = p.row_scale != NULL ? value * p.row_scale[token] : value;

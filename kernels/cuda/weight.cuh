@@ -20,9 +20,11 @@ struct qkv_weight {
     uint16_t *high; /* device bf16 [n_out, k_pad]; w = high + low */
     uint16_t *low;  /* the same; NULL where every value is exact in bf16 */
     /* Codes, all on the device; their layout: packed.cuh. */
-    uint8_t *codes;   /* NULL: values */
-    float *scale;     /* NULL: no groups */
-    float *min;       /* NULL: none */
+    uint8_t *codes;            /* NULL: values */
+    void *scale;               /* NULL: no groups */
+    void *min;                 /* NULL: none */
+    enum qkv_scale scale_kind; /* how they are kept: F32, F16 or BF16, whichever is exact */
+    enum qkv_scale min_kind;
     float *row_scale; /* [n_out] or NULL */
     uint32_t *table;  /* [16] */
     int32_t group;    /* 0: none */
