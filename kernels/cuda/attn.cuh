@@ -57,6 +57,7 @@ struct qkv_cuda_attn_params {
                               then its maximum and its sum */
     const float *q_norm; /* [k_dim] or NULL */
     const float *k_norm;
+    const float *sinks;    /* [n_heads] or NULL: one more logit in the denominator of a head */
     const float *rope_cos; /* [n_rows, n_pairs] or NULL */
     const float *rope_sin;
     int64_t qkv_stride;

@@ -16,7 +16,6 @@ __global__ void attn_combine(const struct qkv_cuda_attn_params p)
     int32_t first_row = u.seq->first_row + cut.first_token;
     int32_t n_rows = cut.n_tokens * p.group;
     int32_t n_chunks = (u.seq->first_pos + cut.first_token + cut.n_tokens - 1) / QKV_CUDA_CHUNK + 1;
-    float v_scale = u.layer->v.scale[u.head];
     for (int32_t i = (int32_t)threadIdx.x; i < n_rows * p.v_dim; i += (int32_t)blockDim.x) {
         int32_t row = i / p.v_dim;
         int32_t channel = i % p.v_dim;
@@ -36,7 +35,7 @@ __global__ void attn_combine(const struct qkv_cuda_attn_params p)
                 total = attn::fold(total, part[row * p.v_pad + channel], keep, take);
             }
         }
-        attn::out_of(p, u, first_row, row)[channel] = total * (v_scale / sum);
+        attn::out_of(p, u, first_row, row)[channel] = total * attn::out_factor(p, u, row, max, sum);
     }
 }
 
@@ -54,6 +53,12 @@ static enum qkv_status check_sequence(struct qkv_error *err, const struct qkv_ba
     if (layer < 0 || layer >= n_layers) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "attention: layer %d, the KV pool has %d", layer,
                         n_layers);
+    }
+    int64_t n_positions = (int64_t)seq->first_pos + seq->n_rows;
+    if (seq->first_pos < 0 || n_positions > (int64_t)seq->n_pages * QKV_PAGE_TOKENS) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "sequence %d: positions %d to %lld do not fit into its %d pages", index,
+                        seq->first_pos, (long long)n_positions - 1, seq->n_pages);
     }
     for (int32_t i = 0; i < seq->n_pages; i++) {
         if (seq->pages[i] < 0 || seq->pages[i] >= n_pages) {
@@ -107,13 +112,19 @@ static enum qkv_status check_call(struct qkv_error *err, const struct qkv_batch 
     uint64_t v_dim = (uint64_t)first->v.dim;
     uint64_t n_heads = (uint64_t)args->n_heads;
     uint64_t qkv_dim = n_heads * k_dim + (uint64_t)first->n_kv_heads * (k_dim + v_dim);
-    QKV_TRY(qkv_cuda_check_floats(err, "attention", "qkv", args->qkv, rows, qkv_dim));
-    QKV_TRY(qkv_cuda_check_floats(err, "attention", "out", args->out, rows, n_heads * v_dim));
-    if (args->q_norm != NULL) {
-        QKV_TRY(qkv_cuda_check_floats(err, "attention", "q_norm", args->q_norm, 1, k_dim));
+    if (args->qkv->n_bytes < rows * qkv_dim * sizeof(float) ||
+        args->out->n_bytes < rows * n_heads * v_dim * sizeof(float)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a buffer is too small for %d rows",
+                        args->layer, batch->n_rows);
     }
-    if (args->k_norm != NULL) {
-        QKV_TRY(qkv_cuda_check_floats(err, "attention", "k_norm", args->k_norm, 1, k_dim));
+    if ((args->q_norm != NULL && args->q_norm->n_bytes < k_dim * sizeof(float)) ||
+        (args->k_norm != NULL && args->k_norm->n_bytes < k_dim * sizeof(float))) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a head norm has fewer than %d weights",
+                        args->layer, first->k.dim);
+    }
+    if (args->sinks != NULL && args->sinks->n_bytes < n_heads * sizeof(float)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: fewer than %d sinks", args->layer,
+                        args->n_heads);
     }
     *out = first;
     return QKV_OK;
@@ -206,6 +217,7 @@ static struct qkv_cuda_attn_params describe(const struct qkv_device *dev,
     p.out = (float *)args->out->data;
     p.q_norm = data_of(args->q_norm);
     p.k_norm = data_of(args->k_norm);
+    p.sinks = data_of(args->sinks);
     p.layer = args->layer;
     p.n_heads = args->n_heads;
     p.n_kv_heads = layer->n_kv_heads;
@@ -257,9 +269,6 @@ enum qkv_status qkv_cuda_attention(struct qkv_error *err, struct qkv_device *dev
     }
     if (batch->n_seqs == 0) {
         return QKV_OK;
-    }
-    if (args->sinks != NULL) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "attention: the cuda backend has no sinks");
     }
     const struct qkv_cuda_kv_layer *layer = NULL;
     QKV_TRY(check_call(err, batch, args, &layer));

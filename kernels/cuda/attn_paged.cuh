@@ -494,6 +494,17 @@ static __device__ __forceinline__ void fold_chunk(const struct shared &s, const 
     }
 }
 
+/* What the output of a row is multiplied by. */
+static __device__ __forceinline__ float out_factor(const struct qkv_cuda_attn_params &p,
+                                                   const struct unit &u, int32_t row, float max,
+                                                   float sum)
+{
+    if (p.sinks != NULL) {
+        sum += expf(p.sinks[u.head * p.group + row % p.group] - max);
+    }
+    return u.layer->v.scale[u.head] / sum;
+}
+
 static __device__ __forceinline__ float *
 out_of(const struct qkv_cuda_attn_params &p, const struct unit &u, int32_t first_row, int32_t row)
 {
@@ -551,10 +562,10 @@ __global__ void __launch_bounds__(THREADS) attend(const struct qkv_cuda_attn_par
         run_chunk<N>(p, u, s, chunk, first_row, begin, end, part);
         fold_chunk<N>(s, part, &r, total);
     }
-    float v_scale = u.layer->v.scale[u.head];
     ATTN_FOR_OUTPUT(N, {
         if (row < u.n_rows && channel < p.v_dim) {
-            out_of(p, u, first_row, row)[channel] = total[i][j] * (v_scale / r.sum[j / 2]);
+            out_of(p, u, first_row, row)[channel] =
+                total[i][j] * out_factor(p, u, row, r.max[j / 2], r.sum[j / 2]);
         }
     })
 }

@@ -9,18 +9,18 @@ enum qkv_status qkv_cuda_rope_create(struct qkv_error *err, struct qkv_device *d
     if (desc->n_pairs < 1) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "rope: %d pairs, at least 1", desc->n_pairs);
     }
-    if (desc->long_inv_freq != NULL) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "rope: the cuda backend has no frequencies for long sequences (longrope)");
-    }
     void *memory = NULL;
     void *freq = NULL;
     QKV_TRY(qkv_calloc(err, 1, sizeof(struct qkv_rope), &memory));
     struct qkv_rope *rope = (struct qkv_rope *)memory;
     size_t n_bytes = (size_t)desc->n_pairs * sizeof(float);
-    enum qkv_status status = qkv_cuda_alloc(err, n_bytes, &freq);
+    const float *of_long = desc->long_inv_freq != NULL ? desc->long_inv_freq : desc->inv_freq;
+    enum qkv_status status = qkv_cuda_alloc(err, 2 * n_bytes, &freq);
     if (status == QKV_OK) {
         status = qkv_cuda_to_device(err, dev, freq, desc->inv_freq, n_bytes);
+    }
+    if (status == QKV_OK) {
+        status = qkv_cuda_to_device(err, dev, (float *)freq + desc->n_pairs, of_long, n_bytes);
     }
     if (status != QKV_OK) {
         qkv_cuda_free(freq);
@@ -53,11 +53,10 @@ void qkv_cuda_rope_destroy(struct qkv_device *dev, struct qkv_rope *rope)
 }
 
 struct rope_params {
-    const int32_t *positions; /* [n_rows] */
-    const float *inv_freq;    /* [n_pairs] */
-    float *cos_table;         /* [n_rows, n_pairs] */
+    struct qkv_cuda_batch batch;
+    const float *inv_freq; /* [2, n_pairs] */
+    float *cos_table;      /* [n_rows, n_pairs] */
     float *sin_table;
-    int32_t n_rows;
     int32_t n_pairs;
     float mscale;
 };
@@ -67,8 +66,11 @@ struct rope_params {
 __global__ void rope_table(const struct rope_params p)
 {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < (int64_t)p.n_rows * p.n_pairs) {
-        float angle = (float)p.positions[i / p.n_pairs] * p.inv_freq[i % p.n_pairs];
+    if (i < (int64_t)p.batch.n_rows * p.n_pairs) {
+        int64_t row = i / p.n_pairs;
+        const float *inv_freq =
+            p.inv_freq + (p.batch.seqs[p.batch.seq_of_row[row]].is_long ? p.n_pairs : 0);
+        float angle = (float)p.batch.positions[row] * inv_freq[i % p.n_pairs];
         p.cos_table[i] = (float)(cos((double)angle) * (double)p.mscale);
         p.sin_table[i] = (float)(sin((double)angle) * (double)p.mscale);
     }
@@ -92,9 +94,8 @@ static enum qkv_status begin_ropes(struct qkv_error *err, struct qkv_device *dev
         rope->cos = next;
         rope->sin = next + n;
         next += 2 * n;
-        struct rope_params params = {
-            dev->on_device.positions, rope->inv_freq, rope->cos,   rope->sin,
-            dev->on_device.n_rows,    rope->n_pairs,  rope->mscale};
+        struct rope_params params = {dev->on_device, rope->inv_freq, rope->cos,
+                                     rope->sin,      rope->n_pairs,  rope->mscale};
         QKV_TRY(qkv_cuda_launch(err, dev, "rope_table", rope_table,
                                 dim3((unsigned)qkv_cuda_ceil_div((int64_t)n, 256)), dim3(256), 0,
                                 params));
@@ -176,7 +177,8 @@ static void fill(const struct qkv_batch *batch, const struct layout *at, uint8_t
     int32_t n_pages = 0;
     for (int32_t s = 0; s < batch->n_seqs; s++) {
         const struct qkv_batch_seq *seq = &batch->seqs[s];
-        struct qkv_cuda_seq to = {seq->lane, seq->first_row, seq->n_rows, seq->first_pos, n_pages};
+        struct qkv_cuda_seq to = {seq->lane,      seq->first_row, seq->n_rows,
+                                  seq->first_pos, n_pages,        seq->is_long};
         seqs[s] = to;
         for (int32_t r = 0; r < seq->n_rows; r++) {
             seq_of_row[seq->first_row + r] = s;

@@ -49,7 +49,7 @@ struct qkv_rope {
     int32_t n_pairs;
     float mscale;
     enum qkv_rope_style style;
-    float *inv_freq; /* device [n_pairs] */
+    float *inv_freq; /* device [2, n_pairs]: the second of long sequences */
     float *cos;      /* device [n_rows, n_pairs] of the current batch, in QKV_CUDA_ROPE */
     float *sin;
 };
@@ -61,6 +61,7 @@ struct qkv_cuda_seq {
     int32_t n_rows;
     int32_t first_pos;
     int32_t first_page; /* its page ids begin here in qkv_cuda_batch.pages */
+    int32_t is_long;    /* it turns by the second half of a rope's frequencies */
 };
 
 /* A tile of query tokens of one sequence. `chunk` >= 0: of the keys only this chunk, into the part

@@ -154,7 +154,7 @@ static void attend(const struct machine *m, const struct shape *s, const struct 
     int32_t n = end - begin;
     for (int32_t lane = 0; lane < n_lanes; lane++) {
         seqs[lane] = (struct qkv_batch_seq){
-            lane, lane * n, n, begin, pages, (N_TOKENS + PAGE - 1) / PAGE, 0};
+            lane, lane * n, n, begin, pages, (N_TOKENS + PAGE - 1) / PAGE, 0, false};
         for (int32_t i = 0; i < n; i++) {
             positions[lane * n + i] = begin + i;
         }
