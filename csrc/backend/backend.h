@@ -28,7 +28,7 @@
 #include "quant/formats.h"
 #include "quant/matrix.h"
 
-enum { QKV_BACKEND_ABI = 5 };
+enum { QKV_BACKEND_ABI = 6 };
 
 struct qkv_device; /* one opened backend: threads, scratch memory, stream */
 struct qkv_buffer; /* zeroed bytes of device memory */

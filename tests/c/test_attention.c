@@ -731,6 +731,7 @@ static void test_errors(void)
     args.n_heads = 4;
     CHECK_ERROR(m.be->attention(&err, m.dev, &args), err, QKV_ERR_ARGUMENT, "too small");
     args.n_heads = 3;
+    CHECK_OK(m.be->begin(&err, m.dev, &batch), err); /* a device has copied the pages */
     CHECK_OK(m.be->attention(&err, m.dev, &args), err);
     struct qkv_buffer *sinks = new_buffer(&m, 2);
     args.sinks = sinks;
