@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, cast
 
@@ -19,7 +20,8 @@ from .kv_scales import KvScaleTable
 from .outputs import RequestOutput, Score
 from .params import SamplingParams, flag, integer
 from .progress import Progress
-from .run import Hook, Item, ParamsArgument, Run
+from .run import Hook, Item, ParamsArgument, Run, Seq
+from .structured import Guides
 from .tokenizer import Tokenizer, from_user
 from .weight_set import WeightSet
 
@@ -235,6 +237,11 @@ class Engine:
                 self._tokenizer_error = error
                 raise
         return self._tokenizer
+
+    @cached_property
+    def _guides(self) -> Guides:
+        """Read when first needed. UnsupportedError."""
+        return Guides(self.tokenizer, self._vocab, sorted(self._eos_ids))
 
     @property
     def _text_tokenizer(self) -> Tokenizer | None:
@@ -526,10 +533,11 @@ class Engine:
         gone = set(ended)
         for number, token in step.tokens:
             seq = self._seqs.get(number)
-            if seq is None or seq.watch is None or seq.watch.hit is not None:
+            if seq is None:
                 continue
-            if seq.watch.push(token) and number not in gone:
-                self._core.finish(number, seq.watch.count)
+            seq.count += 1
+            if self._follow(number, seq, token, number not in gone) and number not in gone:
+                self._core.finish(number, seq.count)
                 ended.append(number)
         for number in ended:
             seq = self._seqs.pop(number, None)
@@ -542,6 +550,18 @@ class Engine:
             raise Error(f"nothing to compute while {len(self._seqs)} sequences are open")
         return step.n_rows
 
+    def _follow(self, number: int, seq: Seq, token: int, goes_on: bool) -> bool:
+        """Shows a token to what watches its sequence. Whether that ends it."""
+        if seq.guide is not None:
+            seq.guide.push(token)
+            if goes_on and seq.guide.error is None:
+                self._core.allow(number, seq.guide.mask())
+            if seq.guide.error is not None:
+                return True
+        if seq.watch is None or seq.watch.hit is not None:
+            return False
+        return seq.watch.push(token)
+
     def _recover(self) -> None:
         """After a step whose outcome an interrupt took: what finished in it is kept."""
         for number, seq in list(self._seqs.items()):
@@ -550,6 +570,8 @@ class Engine:
             except (Error, ValueError):  # not finished
                 if seq.watch is not None:
                     seq.watch.error = "an interrupt hid a token from the search for stop strings"
+                if seq.guide is not None:
+                    seq.guide.error = "an interrupt hid a token from the structured output"
                 continue
             del self._seqs[number]
             if seq.watch is not None:

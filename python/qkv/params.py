@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from . import structured
+
 # Below this a temperature divides logits by so little that only the best token is left: greedy.
 GREEDY_TEMPERATURE = 1e-6
 MAX_LOGPROBS = 256
@@ -137,6 +139,10 @@ class SamplingParams:
     repetition_penalty, presence_penalty, frequency_penalty, logit_bias, bad_words
                          as vLLM and OpenAI define them
     skip_special_tokens  leave special tokens out of the text
+    structured_outputs   the form of the output, one of {"json": a schema}, {"json_object": True},
+                         {"regex": ...}, {"choice": [texts]}, {"grammar": in Lark's syntax}; needs
+                         llguidance (extra `structured`). The output ends where the form does; what
+                         max_tokens cuts off is cut. One that does not compile is its row's error
     """
 
     max_tokens: int = 128
@@ -158,6 +164,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     bad_words: Sequence[str | Sequence[int]] = ()
     skip_special_tokens: bool = True
+    structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -183,6 +190,7 @@ class SamplingParams:
             "logit_bias": _bias(self.logit_bias),
             "bad_words": _words(self.bad_words),
             "skip_special_tokens": flag("skip_special_tokens", self.skip_special_tokens),
+            "structured_outputs": structured.check(self.structured_outputs),
         }
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -207,6 +215,10 @@ class SamplingParams:
             object.__setattr__(self, "temperature", 0.0)
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+        if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens > 0):
+            raise ValueError(
+                "structured_outputs ends where its form does: not with ignore_eos or min_tokens"
+            )
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise ValueError("max_tokens=0: nothing to do unless prompt_logprobs is given")
 

@@ -5,7 +5,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from itertools import count, repeat
+from itertools import chain, count, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from ._core import Error, OutOfPages, Result
 from .outputs import Comparison, Completion, Key, Metrics, RequestOutput
 from .params import SamplingParams
 from .progress import Progress
+from .structured import Guide
 from .tokenizer import Decoder, Tokenizer, check_text
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ class Seq:
     lane: int
     sample: int
     watch: StopWatch | None
+    guide: Guide | None = None
+    count: int = 0  # tokens seen of a watched one
 
 
 def described(error: BaseException) -> str:
@@ -274,7 +277,7 @@ class Run:
         try:
             item.ids = token_array(item.ids, self._engine._vocab)
             options = self._options(item, item.ids)
-            watches = self._watches(item.params)
+            watches, guides = self._watches(item.params), self._guides(item.params)
         except (ValueError, Error) as error:
             item.error = str(error)
             return
@@ -296,9 +299,15 @@ class Run:
                     item.too_long = isinstance(error, OutOfPages) or len(row.ids) > room
                     self._drop(row)
                     return
-                seq = Seq(row, lane, sample, next(watches))
+                seq = Seq(row, lane, sample, next(watches), next(guides))
                 row.open[number] = seq
                 self._engine._seqs[number] = seq
+                if seq.guide is not None and params.max_tokens > 0:
+                    core.allow(number, seq.guide.mask())
+                    if seq.guide.error is not None:
+                        item.error = seq.guide.error
+                        self._drop(row)
+                        return
             options["logprob_start"] = self._logprob_start(item, row.ids)
 
     def _watches(self, params: SamplingParams) -> Iterator[StopWatch | None]:
@@ -308,6 +317,15 @@ class Run:
         tokenizer = self._engine.tokenizer
         skip = params.skip_special_tokens
         return (StopWatch(params, tokenizer.decoder(skip_special_tokens=skip)) for _ in count())
+
+    def _guides(self, params: SamplingParams) -> Iterator[Guide | None]:
+        """One for each sequence; Error if the grammar does not compile."""
+        structured = params.structured_outputs
+        if structured is None:
+            return repeat(None)
+        guides = self._engine._guides
+        first = guides.guide(structured)
+        return chain((first,), (guides.guide(structured) for _ in count()))
 
     def _logprob_start(self, item: Item, ids: NDArray[np.int32]) -> int:
         if item.params.prompt_logprobs is None or len(ids) <= item.logprob_start:
@@ -336,7 +354,7 @@ class Run:
             "repetition_penalty": params.repetition_penalty,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
-            "watch": bool(params.stop),
+            "watch": bool(params.stop) or params.structured_outputs is not None,
         }
         if params.stop_token_ids:
             options["stop_token_ids"] = np.asarray(params.stop_token_ids, np.int32)
@@ -406,8 +424,9 @@ class Run:
         stopped = result.finish_reason == "stop" and result.stop_token >= 0
         stop_reason: str | int | None = result.stop_token if stopped else None
         reason: str = result.finish_reason
-        if seq.watch is not None and seq.watch.error is not None:
-            raise Error(seq.watch.error)
+        for follower in (seq.watch, seq.guide):
+            if follower is not None and follower.error is not None:
+                raise Error(follower.error)
         if seq.watch is not None and seq.watch.hit is not None:
             text, stop_reason, reason = seq.watch.text, seq.watch.hit, "stop"
         else:

@@ -1,0 +1,179 @@
+"""Outputs of a given form: a JSON schema, a regular expression, a grammar or a list of choices.
+
+llguidance (extra `structured`) says after each token which may come next; the engine samples among
+those. A guide belongs to one sequence and depends on its tokens alone, so the same request gives
+the same tokens in any batch.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._core import Error, UnsupportedError
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+#: What SamplingParams.structured_outputs may hold, one of them.
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+# As json.dumps writes it. With white space at will a small model writes nothing else for ever. A
+# schema may say otherwise under "x-guidance".
+_JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+_MAX_COMPILED = 64  # grammars of one engine that are kept
+_MAX_WRITTEN = 1 << 20  # characters of a grammar
+
+
+def check(given: Any) -> dict[str, Any] | None:
+    """`structured_outputs`, checked and in one form; ValueError, TypeError name what is wrong. What
+    only the grammar's compiler can find is the row's error later."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise TypeError(f"structured_outputs={given!r:.100}: a mapping is needed")
+    asked = {kind: value for kind, value in given.items() if value is not None}
+    if len(asked) != 1 or next(iter(asked)) not in KINDS:
+        raise ValueError(
+            f"structured_outputs has {', '.join(map(repr, asked)) or 'nothing'}: it must have one "
+            f"of {', '.join(KINDS)}"
+        )
+    kind, value = next(iter(asked.items()))
+    name = f"structured_outputs[{kind!r}]"
+    if kind == "json":
+        value = _schema(name, value)
+    elif kind == "json_object":
+        if value is not True:
+            raise TypeError(f"{name}={value!r:.100}: True is needed")
+    elif kind == "choice":
+        value = _choices(name, value)
+    elif not isinstance(value, str):
+        raise TypeError(f"{name}={value!r:.100}: text is needed")
+    elif not value:
+        raise ValueError(f"{name} is empty")
+    if len(written := json.dumps(value)) > _MAX_WRITTEN:
+        raise ValueError(f"{name}: {len(written)} characters, at most {_MAX_WRITTEN}")
+    return {kind: value}
+
+
+def _schema(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name} is no JSON: {error}") from None
+    if not isinstance(value, (Mapping, bool)):
+        raise TypeError(f"{name}={value!r:.100}: a schema (a mapping, or its JSON) is needed")
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be written as JSON: {error}") from None
+
+
+def _choices(name: str, value: Any) -> list[str]:
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name}={value!r:.100}: a list of texts is needed")
+    choices = list(value)
+    for choice in choices:
+        if not isinstance(choice, str):
+            raise TypeError(f"{name}: {choice!r:.100} is not text")
+    if not choices or not all(choices):
+        raise ValueError(f"{name} is empty or has an empty choice")
+    return choices
+
+
+class Guide:
+    """What one sequence may say next."""
+
+    def __init__(self, matcher: Any, n_vocab: int) -> None:
+        self._matcher = matcher
+        self._n_words = (n_vocab + 31) // 32
+        self.error: str | None = None
+        self._push_error()
+
+    def mask(self) -> NDArray[np.uint32]:
+        """Bit t % 32 of word t // 32: whether token t may come next; [ceil(vocabulary / 32)].
+
+        Where the grammar is satisfied and nothing can follow, the end-of-text tokens."""
+        found = np.zeros(self._n_words, np.uint32)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        found[: len(bits)] = bits[: self._n_words]
+        self._push_error()
+        if self.error is None and not found.any():
+            self.error = "no token of the vocabulary continues the structured output"
+        return found
+
+    def push(self, token: int) -> None:
+        """The token that came. `error` is set if it may not."""
+        if self.error is None and not self._matcher.consume_token(token):
+            self._push_error()
+            self.error = self.error or f"token {token} is not allowed here"
+
+    def _push_error(self) -> None:
+        if self._matcher.is_error():
+            self.error = f"structured output: {self._matcher.get_error()}"
+
+
+class Guides:
+    """Of one engine: its tokenizer in llguidance's form and the grammars compiled so far."""
+
+    def __init__(self, tokenizer: "Tokenizer", n_vocab: int, eos_ids: Sequence[int]) -> None:
+        """UnsupportedError without llguidance, without an end-of-text token, and for tokenizers
+        that it cannot read."""
+        try:
+            import llguidance  # noqa: PLC0415 (an extra)
+        except ImportError:
+            raise UnsupportedError(
+                "structured_outputs needs llguidance: pip install 'qkv[structured]'"
+            ) from None
+        if not eos_ids:
+            raise UnsupportedError(
+                "structured_outputs: the model names no end-of-text token, which ends an output"
+            )
+        self._matcher = llguidance.LLMatcher
+        self._n_vocab = n_vocab
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        try:
+            self._tokenizer = llguidance.LLTokenizer(
+                tokenizer.to_json(), n_vocab=n_vocab, eos_token=list(eos_ids)
+            )
+        except Exception as error:  # whatever its own code raises
+            raise UnsupportedError(
+                f"structured_outputs: llguidance does not read this tokenizer: {error}"
+            ) from error
+
+    def guide(self, structured: Mapping[str, Any]) -> Guide:
+        """Of a new sequence; Error if the grammar does not compile."""
+        written = json.dumps(structured, sort_keys=True)
+        matcher = self._compiled.get(written)
+        if matcher is None:
+            matcher = self._compile(structured)
+            self._compiled[written] = matcher
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(written)
+        return Guide(matcher.deep_copy(), self._n_vocab)
+
+    def _compile(self, structured: Mapping[str, Any]) -> Any:
+        kind, value = next(iter(structured.items()))
+        try:
+            if kind == "grammar":
+                grammar = self._matcher.grammar_from_lark(value)
+            elif kind == "regex":
+                grammar = self._matcher.grammar_from_regex(value)
+            elif kind == "choice":
+                options = " | ".join(json.dumps(choice) for choice in value)
+                grammar = self._matcher.grammar_from_lark(f"start: {options}")
+            else:
+                schema = {"type": "object"} if kind == "json_object" else value
+                grammar = self._matcher.grammar_from_json_schema(json.dumps(schema), _JSON_FORM)
+            matcher = self._matcher(self._tokenizer, grammar, log_level=0)
+        except Exception as error:  # whatever its own code raises
+            raise Error(f"structured_outputs[{kind!r}]: {error}") from error
+        if matcher.is_error():
+            raise Error(f"structured_outputs[{kind!r}]: {matcher.get_error()}")
+        return matcher

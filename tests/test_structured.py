@@ -1,0 +1,205 @@
+"""Outputs of a given form: whatever a random model says has it, the same in any batch, and a form
+that cannot be is its row's error alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import SamplingParams
+
+pytest.importorskip("llguidance", reason="llguidance (extra `structured`) is not installed")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["Ada", "Grace"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "age", "ok"],
+    "additionalProperties": False,
+}
+PROMPT = "the cat"
+
+
+def params(kind: str, value: Any, **others: Any) -> SamplingParams:
+    return SamplingParams(structured_outputs={kind: value}, **{"max_tokens": 200, **others})
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Callable[..., Path]) -> Iterator[qkv.Engine]:
+    with qkv.Engine(tiny("llama"), kv_tokens=4096, threads=1) as opened:
+        yield opened
+
+
+def answer(engine: qkv.Engine, given: SamplingParams) -> qkv.RequestOutput:
+    (output,) = engine.generate([PROMPT], given, progress=False)
+    assert output.error is None, output.error
+    return output
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
+def test_schema(engine: qkv.Engine, temperature: float) -> None:
+    for seed in range(4):
+        output = answer(engine, params("json", SCHEMA, temperature=temperature, seed=seed))
+        found = json.loads(output.text)
+        assert output.finish_reason == "stop" and output.token_ids[-1] in engine._eos_ids
+        assert list(found) == ["name", "age", "ok"] and found["name"] in ("Ada", "Grace")
+        assert isinstance(found["age"], int) and 0 <= found["age"] <= 99
+        assert isinstance(found["ok"], bool)
+
+
+def test_other_kinds(engine: qkv.Engine) -> None:
+    for seed in range(4):
+        text = answer(engine, params("regex", r"[a-c]{3}-[0-9]+x", temperature=2.0, seed=seed)).text
+        assert re.fullmatch(r"[a-c]{3}-[0-9]+x", text)
+        choices = ["yes", 'say "no"', "perhaps\nnot", "naïve | start"]
+        assert answer(engine, params("choice", choices, temperature=9.0, seed=seed)).text in choices
+        grammar = 'start: "(" (start | "x")* ")"'
+        cut = answer(engine, params("grammar", grammar, temperature=1.0, seed=seed, max_tokens=40))
+        if cut.finish_reason == "stop":
+            assert re.sub(r"\(x*\)", "x", cut.text) != cut.text
+        assert set(cut.text) <= set("(x)")
+    found = answer(engine, params("json_object", True, temperature=0.5, seed=1, max_tokens=400))
+    assert found.text.startswith("{")
+    if found.finish_reason == "stop":
+        assert isinstance(json.loads(found.text), dict)
+
+
+def test_the_choice_is_the_likelier_one(engine: qkv.Engine) -> None:
+    """Greedy among the allowed: of two tokens the one with the larger log-probability."""
+    a, b = (engine.tokenizer.encode(text, add_special_tokens=False) for text in ("a", "b"))
+    assert len(a) == len(b) == 1
+    (free,) = engine.generate(
+        [PROMPT], SamplingParams(max_tokens=1, temperature=0.0, logprobs=256), progress=False
+    )
+    top = dict(
+        zip(free.outputs[0].top_ids[0].tolist(), free.outputs[0].top_logprobs[0], strict=True)
+    )
+    found = answer(engine, params("choice", ["a", "b"], temperature=0.0))
+    first = int(found.token_ids[0])
+    assert found.text == ("a" if first == a[0] else "b")
+    if a[0] in top and b[0] in top:
+        assert first == max((a[0], b[0]), key=lambda token: top[token])
+    # What is reported is the model's own log-probability.
+    if first in top:
+        assert found.logprobs[0] == np.float32(top[first])
+
+
+def test_same_in_any_batch(tiny: Callable[..., Path]) -> None:
+    """Next to free rows, with retractions, several samples, other chunks."""
+    rows: list[Any] = []
+    for index in range(24):
+        given = (
+            params("json", SCHEMA, n=2, max_tokens=80)
+            if index % 4 == 0
+            else SamplingParams(max_tokens=80 + index, ignore_eos=True)
+        )
+        rows.append({"prompt": f"{PROMPT} {index % 5}", "key": index, "params": given})
+    with qkv.Engine(tiny("llama"), kv_tokens=4096, threads=1) as engine:
+        alone = [engine.generate([row], progress=False)[0] for row in rows]
+    n_retractions = 0
+    for kv_tokens in (128, 160, 208):
+        with qkv.Engine(
+            tiny("llama"), kv_tokens=kv_tokens, threads=2, chunk_tokens=16, prefix_cache=False
+        ) as engine:
+            together = engine.generate(rows[::-1], progress=False)[::-1]
+        for one, other in zip(alone, together, strict=True):
+            assert one.error is None and other.error is None
+            n_retractions += other.metrics.retractions
+            for x, y in zip(one.outputs, other.outputs, strict=True):
+                assert x.text == y.text and x.finish_reason == y.finish_reason
+                np.testing.assert_array_equal(x.token_ids, y.token_ids)
+                np.testing.assert_array_equal(x.logprobs, y.logprobs)
+    assert n_retractions > 0
+
+
+def test_lanes_have_a_guide_each(tiny: Callable[..., Path]) -> None:
+    with qkv.Engine(
+        tiny("llama"), kv_tokens=1024, threads=1, kv_cache_dtype=["bf16", "fp4_mx_block16"]
+    ) as engine:
+        (output,) = engine.generate([PROMPT], params("json", SCHEMA), progress=False)
+    for lane in output.lanes.values():
+        assert json.loads(lane.text)["name"] in ("Ada", "Grace")
+
+
+BAD_FORMS = [
+    ("json", {"type": "nonsense"}, "json"),
+    ("json", {"$ref": "#/nowhere"}, "json"),
+    ("regex", "a(b", "regex"),
+    ("grammar", "start: missing", "grammar"),
+    ("grammar", "begin: 'x'", "grammar"),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "words"), BAD_FORMS)
+def test_a_bad_form_is_its_rows_error(
+    engine: qkv.Engine, kind: str, value: Any, words: str
+) -> None:
+    free = SamplingParams(max_tokens=4)
+    outputs = engine.generate(
+        [PROMPT, PROMPT, PROMPT], [free, params(kind, value), free], progress=False
+    )
+    assert outputs[1].error is not None and f"structured_outputs['{words}']" in outputs[1].error
+    assert outputs[0].error is None and outputs[0].text == outputs[2].text
+
+
+def test_nothing_left_to_say(engine: qkv.Engine) -> None:
+    """The form asks for a token that logit_bias forbids."""
+    (a,) = engine.tokenizer.encode("a", add_special_tokens=False)
+    given = params("choice", ["a"], logit_bias={a: -np.inf})
+    output, other = engine.generate([PROMPT, PROMPT], [given, SamplingParams()], progress=False)
+    assert output.error is not None and "structured output" in output.error
+    assert other.error is None
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({}, ValueError, "nothing"),
+        ({"json": None}, ValueError, "nothing"),
+        ({"json": {}, "regex": "a"}, ValueError, "one of json"),
+        ({"xml": "a"}, ValueError, "'xml'"),
+        ("json", TypeError, "a mapping"),
+        ({"json": 3}, TypeError, "a schema"),
+        ({"json": "{"}, ValueError, "no JSON"),
+        ({"json": {"const": float("nan")}}, ValueError, "cannot be written"),
+        ({"json": {"const": {1, 2}}}, ValueError, "cannot be written"),
+        ({"json_object": 1}, TypeError, "True"),
+        ({"regex": b"a"}, TypeError, "text"),
+        ({"regex": ""}, ValueError, "empty"),
+        ({"choice": "yes"}, TypeError, "a list of texts"),
+        ({"choice": []}, ValueError, "empty"),
+        ({"choice": ["a", 1]}, TypeError, "not text"),
+        ({"choice": ["a", ""]}, ValueError, "empty choice"),
+        ({"grammar": "x" * (2 << 20)}, ValueError, "at most 1048576"),
+    ],
+)
+def test_bad_arguments(given: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        SamplingParams(structured_outputs=given)
+
+
+@pytest.mark.parametrize("other", [{"ignore_eos": True}, {"min_tokens": 1}])
+def test_what_would_go_on_after_the_end(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="ends where its form does"):
+        params("regex", "a", **other)
+
+
+def test_without_llguidance(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with qkv.Engine(tiny("llama"), kv_tokens=256, threads=1) as engine:
+        outputs = engine.generate(
+            [PROMPT, PROMPT], [params("regex", "a"), SamplingParams(max_tokens=2)], progress=False
+        )
+    assert outputs[0].error is not None and "pip install 'qkv[structured]'" in outputs[0].error
+    assert outputs[1].error is None
