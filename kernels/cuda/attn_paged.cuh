@@ -513,9 +513,11 @@ out_of(const struct qkv_cuda_attn_params &p, const struct unit &u, int32_t first
                        p.v_dim;
 }
 
-/* N: groups of 8 channels of V that a warp has. */
+/* N: groups of 8 channels of V that a warp has. Told of more blocks to a processor than these, ptxas
+ * spills on sm_100a and sm_120a. */
 template <int N>
-__global__ void __launch_bounds__(THREADS) attend(const struct qkv_cuda_attn_params p)
+__global__ void __launch_bounds__(THREADS, N > 4 ? 2 : 3)
+    attend(const struct qkv_cuda_attn_params p)
 {
     QKV_DYNAMIC_SHARED(uint32_t, memory);
     struct shared s;
