@@ -513,8 +513,8 @@ out_of(const struct qkv_cuda_attn_params &p, const struct unit &u, int32_t first
                        p.v_dim;
 }
 
-/* N: groups of 8 channels of V that a warp has. Told of more blocks to a processor than these, ptxas
- * spills on sm_100a and sm_120a. */
+/* N: groups of 8 channels of V that a warp has. Left to choose how many blocks share a processor,
+ * ptxas spills on sm_100a and sm_120a. */
 template <int N>
 __global__ void __launch_bounds__(THREADS, N > 4 ? 2 : 3)
     attend(const struct qkv_cuda_attn_params p)
