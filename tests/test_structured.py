@@ -203,3 +203,42 @@ def test_without_llguidance(tiny: Callable[..., Path], monkeypatch: pytest.Monke
         )
     assert outputs[0].error is not None and "pip install 'qkv[structured]'" in outputs[0].error
     assert outputs[1].error is None
+
+
+def test_many_choices(engine: qkv.Engine) -> None:
+    """More than a grammar may have alternatives; some twice, some the beginning of others."""
+    choices = [f"c{i}" for i in range(5000)] * 2 + ["c", "c12345", "😀", "\x00\u2028\\"]
+    seen = set()
+    for seed in range(12):
+        found = answer(engine, params("choice", choices, temperature=5.0, seed=seed))
+        assert found.text in choices and found.finish_reason == "stop"
+        seen.add(found.text)
+    assert len(seen) > 4
+
+
+def test_a_lexer_that_others_used_up(engine: qkv.Engine) -> None:
+    """Sequences of a form share the bounds of its lexer: none is to feel the others."""
+    spec = {"regex": "(a{1000}){1000}"}  # the first step of one takes all that there is
+    first, second = engine._guides.guide(spec), engine._guides.guide(spec)
+    wanted, found = first.mask(), second.mask()
+    assert first.error is None and second.error is None
+    assert wanted.any() and np.array_equal(wanted, found)
+
+
+def test_reasons(engine: qkv.Engine) -> None:
+    for kind, value, words in (
+        ("json", {"$ref": "#"}, "structured output: nothing satisfies it"),
+        ("grammar", "start: start", "structured output: nothing satisfies it"),
+        ("json", {"type": "bogus"}, "structured_outputs['json']: Invalid type: bogus"),
+    ):
+        for _ in range(2):  # what does not compile is known the second time
+            (output,) = engine.generate([PROMPT], params(kind, value), progress=False)
+            assert output.error == words
+    for kind, value, words in (
+        ("json", False, "nothing satisfies this schema"),
+        ("choice", ["a", "\ud800"], "lone surrogate U\\+D800"),
+        ("regex", "\ud800", "lone surrogate U\\+D800"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            params(kind, value)
+    assert answer(engine, params("json", True, max_tokens=5)).text

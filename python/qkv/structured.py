@@ -7,16 +7,14 @@ the same tokens in any batch.
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ._core import Error, UnsupportedError
-
-if TYPE_CHECKING:
-    from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, check_text
 
 #: What SamplingParams.structured_outputs may hold, one of them.
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -57,6 +55,10 @@ def check(given: Any) -> dict[str, Any] | None:
         raise ValueError(f"{name} is empty")
     if len(written := json.dumps(value)) > _MAX_WRITTEN:
         raise ValueError(f"{name}: {len(written)} characters, at most {_MAX_WRITTEN}")
+    try:
+        check_text(json.dumps(value, ensure_ascii=False))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     return {kind: value}
 
 
@@ -66,7 +68,11 @@ def _schema(name: str, value: Any) -> Any:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} is no JSON: {error}") from None
-    if not isinstance(value, (Mapping, bool)):
+    if value is True:  # whatever is JSON
+        value = {}
+    if value is False:
+        raise ValueError(f"{name}=False: nothing satisfies this schema")
+    if not isinstance(value, Mapping):
         raise TypeError(f"{name}={value!r:.100}: a schema (a mapping, or its JSON) is needed")
     try:
         return json.loads(json.dumps(value, allow_nan=False))
@@ -83,24 +89,28 @@ def _choices(name: str, value: Any) -> list[str]:
             raise TypeError(f"{name}: {choice!r:.100} is not text")
     if not choices or not all(choices):
         raise ValueError(f"{name} is empty or has an empty choice")
-    return choices
+    return list(dict.fromkeys(choices))
 
 
 class Guide:
     """What one sequence may say next."""
 
-    def __init__(self, matcher: Any, n_vocab: int) -> None:
+    def __init__(self, matcher: Any, n_vocab: int, alone: Callable[[], Any] | None = None) -> None:
+        """alone: a matcher of the same grammar that shares nothing with another sequence's."""
         self._matcher = matcher
         self._n_words = (n_vocab + 31) // 32
+        self._alone = alone
+        self._tokens: list[int] = []
         self.error: str | None = None
-        self._push_error()
 
     def mask(self) -> NDArray[np.uint32]:
         """Bit t % 32 of word t // 32: whether token t may come next; [ceil(vocabulary / 32)].
 
         Where the grammar is satisfied and nothing can follow, the end-of-text tokens."""
-        found = np.zeros(self._n_words, np.uint32)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        if self._is_spent():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        found = np.zeros(self._n_words, np.uint32)
         found[: len(bits)] = bits[: self._n_words]
         self._push_error()
         if self.error is None and not found.any():
@@ -109,19 +119,47 @@ class Guide:
 
     def push(self, token: int) -> None:
         """The token that came. `error` is set if it may not."""
-        if self.error is None and not self._matcher.consume_token(token):
+        if self.error is not None:
+            return
+        taken = self._matcher.consume_token(token)
+        if not taken and self._is_spent():
+            taken = self._matcher.consume_token(token)
+        self._tokens.append(token)
+        if not taken:
             self._push_error()
             self.error = self.error or f"token {token} is not allowed here"
 
+    def _is_spent(self) -> bool:
+        """Whether the matcher came to the bounds of its lexer, and another one takes its place.
+
+        Copies of a matcher share their lexer, whose bounds (on its states) all sequences use up
+        together. What a sequence may say is not to depend on the others: it gets a lexer for
+        itself, and what that one says holds."""
+        if self._alone is None or "lexer error" not in _reason(self._matcher):
+            return False
+        self._matcher, self._alone = self._alone(), None
+        for token in self._tokens:
+            self._matcher.compute_bitmask()  # its work is bounded for each token, too
+            self._matcher.consume_token(token)
+        return True
+
     def _push_error(self) -> None:
-        if self._matcher.is_error():
-            self.error = f"structured output: {self._matcher.get_error()}"
+        if reason := _reason(self._matcher):
+            self.error = f"structured output: {reason}"
+
+
+def _reason(matcher: Any) -> str:
+    """Why it failed, without its state, which follows; empty if it did not."""
+    if not matcher.is_error():
+        return ""
+    reason = str(matcher.get_error()).partition("<state>")[0].rstrip()
+    return "nothing satisfies it" if reason == "NoExtensionBias" else reason
 
 
 class Guides:
     """Of one engine: its tokenizer in llguidance's form and the grammars compiled so far."""
 
-    def __init__(self, tokenizer: "Tokenizer", n_vocab: int, eos_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int, eos_ids: Sequence[int]) -> None:
         """UnsupportedError without llguidance, without an end-of-text token, and for tokenizers
         that it cannot read."""
         try:
@@ -136,7 +174,7 @@ class Guides:
             )
         self._matcher = llguidance.LLMatcher
         self._n_vocab = n_vocab
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compiled: OrderedDict[str, Any] = OrderedDict()  # matchers, and what did not compile
         try:
             self._tokenizer = llguidance.LLTokenizer(
                 tokenizer.to_json(), n_vocab=n_vocab, eos_token=list(eos_ids)
@@ -149,14 +187,25 @@ class Guides:
     def guide(self, structured: Mapping[str, Any]) -> Guide:
         """Of a new sequence; Error if the grammar does not compile."""
         written = json.dumps(structured, sort_keys=True)
-        matcher = self._compiled.get(written)
-        if matcher is None:
-            matcher = self._compile(structured)
-            self._compiled[written] = matcher
+        found = self._compiled.get(written)
+        if found is None:
+            try:
+                found = self._compile(structured)
+            except Error as error:  # kept, too: many rows may have it, and finding out takes time
+                found = str(error)
+            self._compiled[written] = found
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(written)
-        return Guide(matcher.deep_copy(), self._n_vocab)
+        if isinstance(found, str):
+            raise Error(found)
+
+        def alone() -> Any:
+            if self._compiled.get(written) is found:  # the next sequences begin anew together
+                del self._compiled[written]
+            return self._compile(structured)
+
+        return Guide(found.deep_copy(), self._n_vocab, alone)
 
     def _compile(self, structured: Mapping[str, Any]) -> Any:
         kind, value = next(iter(structured.items()))
@@ -166,14 +215,15 @@ class Guides:
             elif kind == "regex":
                 grammar = self._matcher.grammar_from_regex(value)
             elif kind == "choice":
+                # One lexeme: rules for each would be more than the parser takes, from 2,000 on.
                 options = " | ".join(json.dumps(choice) for choice in value)
-                grammar = self._matcher.grammar_from_lark(f"start: {options}")
+                grammar = self._matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}")
             else:
                 schema = {"type": "object"} if kind == "json_object" else value
                 grammar = self._matcher.grammar_from_json_schema(json.dumps(schema), _JSON_FORM)
             matcher = self._matcher(self._tokenizer, grammar, log_level=0)
         except Exception as error:  # whatever its own code raises
             raise Error(f"structured_outputs[{kind!r}]: {error}") from error
-        if matcher.is_error():
-            raise Error(f"structured_outputs[{kind!r}]: {matcher.get_error()}")
+        if reason := _reason(matcher):
+            raise Error(f"structured_outputs[{kind!r}]: {reason}")
         return matcher
