@@ -39,7 +39,7 @@ def test_package_says_that_it_is_typed() -> None:
     assert (folder / "py.typed").exists() and (folder / "_core.pyi").exists()
 
 
-# Design section 9: names, order and defaults that users' code relies on.
+# Names, order and defaults that users' code relies on.
 ENGINE_OPTIONS = {
     "kv_cache_dtype": "auto",
     "quantization": None,

@@ -364,7 +364,13 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(["bench", config, *more, "--users", "1", "--kv-cache-dtype", "bf16"]) == 0
     assert json.loads(capsys.readouterr().out)["cells"][0]["tpot_mean"]["mean"] == 1.0
     assert cli.main(["bench", config, *more, "--users", "1"]) == 2
-    assert "cost: nothing for fp8_e4m3" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        "cost: nothing for fp8_e4m3, only for bf16; a bench fits one where a format ran 4 " in said
+    )
+    cost.write_text(json.dumps({"cost_models": {}}))  # of a bench that was too short
+    assert cli.main(["bench", config, *more, "--users", "1"]) == 2
+    assert "cost: nothing for bf16, nor for anything else; a bench fits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

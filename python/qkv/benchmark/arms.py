@@ -9,7 +9,7 @@ from .. import planner
 from ..options import PAGE_TOKENS, check_quantization
 from ..params import integer, real
 from ..planner import GIB, Source
-from .simulate import CostModel, Machine
+from .simulate import LEAST_RUNS, CostModel, Machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,11 @@ def _cost(choice: Choice, machine: Machine, model: Source, weight_bytes: float) 
     cost = machine.cost
     if isinstance(cost, Mapping):
         if choice.name not in cost:
-            raise ValueError(f"cost: nothing for {choice.name}, only for {', '.join(cost)}")
+            there = f"only for {', '.join(cost)}" if cost else "nor for anything else"
+            raise ValueError(
+                f"cost: nothing for {choice.name}, {there}; a bench fits one where a format ran "
+                f"{LEAST_RUNS} times"
+            )
         cost = cost[choice.name]
     if cost is not None:
         return cost

@@ -26,6 +26,8 @@ from .figures import Run
 from .workload import Workload
 
 _PARTS = ("step_seconds", "prefill_row_seconds", "decode_row_seconds", "kv_byte_seconds")
+#: Runs that a fit takes.
+LEAST_RUNS = len(_PARTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,7 @@ def fit(runs: Sequence[Work]) -> tuple[CostModel, float]:
     and the largest relative error. ValueError for fewer than four runs."""
     from scipy.optimize import nnls  # noqa: PLC0415 (slow to import)
 
-    if len(runs) < len(_PARTS):
+    if len(runs) < LEAST_RUNS:
         raise ValueError(f"{len(runs)} runs, a cost model of {len(_PARTS)} parts needs as many")
     counts = np.array([[w.n_steps, w.n_prefill, w.n_decode, w.kv_bytes] for w in runs], float)
     seconds = np.array([w.seconds for w in runs])

@@ -18,7 +18,7 @@ from . import arms
 from .figures import Figures, Run, Targets, figures
 from .measure import measure, warm_up
 from .report import Bench, Cell, Fitted
-from .simulate import CostModel, Machine, Work, counted, fit, simulate
+from .simulate import LEAST_RUNS, CostModel, Machine, Work, counted, fit, simulate
 from .workload import Workload, least_prefill
 
 SWEEPS = ("concurrency", "shared-prefix")
@@ -276,7 +276,7 @@ def _measured(
                 works.setdefault(choice.name, [])
                 yield from _of_engine(setup, choice, engine, works[choice.name], bar)
     for name, runs in works.items():
-        if len(runs) >= 4:
+        if len(runs) >= LEAST_RUNS:
             cost, error = fit(runs)
             fitted[name] = Fitted(cost=cost, largest_error=error, runs=len(runs))
 

@@ -46,7 +46,8 @@ def run_dataset(
 
     model: as Engine takes it, with engine_options; or an Engine, which stays open.
     rows: a .jsonl, .csv, .parquet or .txt file, or an iterable of mappings or prompts, also an
-        endless one. Read as they are needed; what is kept of each row is 24 bytes in an index.
+        endless one. Read as they are needed; what is kept of each row is its entry in an index, 32
+        to 64 bytes.
     out: a .jsonl or .parquet file (extra `parquet`). prompt.py lists the columns. out.qkv beside it
         holds the settings; a table is written at the end, from out.jsonl, which is kept.
     params: how prompts are continued; a row may have its own (options.params).

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..outputs import RequestOutput
 from ..progress import Progress
+from .sink import FAILURES
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -47,7 +48,7 @@ class Summary:
 
     @property
     def failed(self) -> int:
-        return self.rows["too_long"] + self.rows["error"]
+        return sum(self.rows[state] for state in FAILURES)
 
     def count(self, output: RequestOutput) -> None:
         self.rows[output.state] += 1
@@ -130,7 +131,7 @@ class RowsProgress(Progress):
     def output(self, row: Mapping[str, Any]) -> None:
         state = row["state"]
         self._states[state] += 1
-        if state in ("error", "too_long"):
+        if state in FAILURES:
             self.event("failed", id=row["id"], state=state, error=row["error"])
 
     def step(self, tokens: int) -> None:
