@@ -82,6 +82,7 @@ PARAMS = {
     "logit_bias": None,
     "bad_words": (),
     "skip_special_tokens": True,
+    "structured_outputs": None,
 }
 
 

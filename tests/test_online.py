@@ -201,13 +201,14 @@ def test_one_matrix_with_wrong_arguments(
 def test_int8_matrices_of_quantized_inputs(tiny: Callable[..., Path]) -> None:
     """W8A8's products are in int8 as the checkpoint prescribes it, and nowhere else."""
     model = tiny("llama", **SHAPE)
-    for name, options, n in (
+    cases: tuple[tuple[str, dict[str, Any], int], ...] = (
         ("w8a8_int8", {}, 14),
         ("w8a8_int8", {"activation_quant": "off"}, 0),
         ("w8a8_int8", {"compute_dtype": "float32"}, 0),
         ("int8", {}, 0),
         ("w8a8_fp8", {}, 0),
-    ):
+    )
+    for name, options, n in cases:
         with qkv.Engine(model, quantization=name, kv_tokens=64, **options) as engine:
             assert engine.info["int8_matrices"] == n, (name, options)
 

@@ -54,7 +54,7 @@ def _config(checkpoint: _core.Checkpoint) -> dict[str, Any]:
 
 def _tensor(checkpoint: _core.Checkpoint, name: str) -> F32:
     """By its name on the hub, where a head of q and k is two halves and not pairs."""
-    values = checkpoint.dequantize(make_tiny.gguf_name(name, False))
+    values = checkpoint.dequantize(make_tiny.gguf_name(name, "llama"))
     which = re.search(r"[.]self_attn[.]([qk])_proj[.]", name)
     config = checkpoint.model_config()
     if which is None or not config["gguf_qk_permuted"]:
