@@ -234,11 +234,12 @@ def test_reasons(engine: qkv.Engine) -> None:
         for _ in range(2):  # what does not compile is known the second time
             (output,) = engine.generate([PROMPT], params(kind, value), progress=False)
             assert output.error == words
-    for kind, value, words in (
+    refused: tuple[tuple[str, Any, str], ...] = (
         ("json", False, "nothing satisfies this schema"),
         ("choice", ["a", "\ud800"], "lone surrogate U\\+D800"),
         ("regex", "\ud800", "lone surrogate U\\+D800"),
-    ):
+    )
+    for kind, given, words in refused:
         with pytest.raises(ValueError, match=words):
-            params(kind, value)
+            params(kind, given)
     assert answer(engine, params("json", True, max_tokens=5)).text
