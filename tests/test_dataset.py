@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import qkv
@@ -462,3 +463,73 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     facts = json.loads(done.stdout)
     assert facts["same"] and facts["kills"] >= 50 and facts["rows"] == 2000
     assert done.returncode == 0
+
+
+# ---- hostile values --------------------------------------------------------------------------
+
+
+def test_rows_that_cannot_be_written(engine: qkv.Engine, tmp_path: Path) -> None:
+    """JSON reads what Python cannot walk through, and an iterable may hold anything."""
+    around: list[Any] = []
+    around.append(around)
+
+    class Silent:
+        def __repr__(self) -> str:
+            raise RuntimeError("no text")
+
+    deep = json.loads("[" * 600 + "]" * 600)
+    rows = [
+        {"id": "deep", "prompt": "a", "x": deep},
+        {"id": "around", "prompt": "a", "x": around},
+        {"id": "silent", "prompt": "a", "x": Silent()},
+        {"id": 10**5000, "prompt": "a"},
+        {"id": np.arange(2), "prompt": "a"},
+        {"id": True, "prompt": "a"},
+        {"id": "keys", "prompt": "a", "x": {1: 2, "b": 3, (4, 5): 6}},
+        {"id": "good", "prompt": "a"},
+    ]
+    out = tmp_path / "out.jsonl"
+    assert run(engine, rows, out).rows == {"ok": 0, "truncated": 2, "too_long": 0, "error": 6}
+    found = read(out)
+    for name, words in (
+        ("deep", "deeper than 128 levels"), ("around", "Circular"), ("silent", "no text"),
+        (3, "4300 digits"), (4, "an id is text or an integer"), (5, "id=True: an id is text"),
+    ):  # fmt: skip
+        assert found[name]["state"] == "error" and words in found[name]["error"]
+    assert found["keys"]["x"] == {"1": 2, "b": 3, "(4, 5)": 6} and found[5]["input_id"] is True
+    assert run(engine, rows, out).before == 8 and read(out) == found
+    deep = json.loads("[" * 126 + "]" * 126)
+    run(engine, [{"prompt": "a", "x": deep}], tmp_path / "most.jsonl")
+    assert read(tmp_path / "most.jsonl")[0]["x"] == deep
+
+
+def test_a_hook_that_gives_what_cannot_be_written(engine: qkv.Engine, tmp_path: Path) -> None:
+    around: list[Any] = []
+    around.append(around)
+    run(engine, some(2), tmp_path / "out.jsonl", on_finish=lambda output: {"x": around})
+    for row in read(tmp_path / "out.jsonl").values():
+        assert row["state"] == "truncated" and "Circular" in row["score_error"]
+
+
+def test_odd_beginnings_of_files(engine: qkv.Engine, tmp_path: Path) -> None:
+    for ending in ("jsonl", "txt", "csv"):
+        source = tmp_path / f"in.{ending}"
+        source.write_bytes(b"\xef\xbb\xbf\r\n\r\n" if ending != "csv" else b"\xef\xbb\xbf")
+        run(engine, source, tmp_path / f"{ending}.jsonl")
+        assert read(tmp_path / f"{ending}.jsonl") == {}
+    for header in (b'"a"b,prompt\n1,2\n', b'prompt,"x\n1,2\n'):
+        source.write_bytes(header)
+        with pytest.raises(qkv.Error, match="the header is not valid CSV"):
+            run(engine, source, tmp_path / "none.jsonl")
+
+
+def test_an_output_that_is_a_link(engine: qkv.Engine, tmp_path: Path) -> None:
+    """What is written anew at the end of a link takes the place of the file and not of the link."""
+    (tmp_path / "disk").mkdir()
+    real, link = tmp_path / "disk" / "real.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(real)
+    rows = [{"id": 1, "prompt": "a"}, {"id": 2, "prompt": ""}]
+    run(engine, rows, link)
+    run(engine, [rows[0], {"id": 2, "prompt": "b"}], link, retry_errors=True)
+    assert link.is_symlink() and {row["state"] for row in read(real).values()} == {"truncated"}
+    assert run(engine, [rows[0], {"id": 2, "prompt": "b"}], real).before == 2

@@ -510,3 +510,40 @@ def test_a_disk_that_does_not_take_it(
     monkeypatch.undo()
     again = qkv.run_dataset(engine, ["a"], tmp_path / "out.jsonl", GREEDY, progress=False)
     assert again.before == 1
+
+
+def test_tables_that_python_cannot_hold(engine: qkv.Engine, tmp_path: Path) -> None:
+    """A value without one in Python is its row's error; a table that is damaged, the run's."""
+    broken = pyarrow.array([b"\xff", b"a", b"b"]).buffers()
+    table = pyarrow.table(
+        {
+            "prompt": pyarrow.array(["a", "b", "c"]),
+            "when": pyarrow.array([0, 2**62, 0], pyarrow.timestamp("ms")),
+            "text": pyarrow.Array.from_buffers(pyarrow.string(), 3, broken),
+        }
+    )
+    source = tmp_path / "in.parquet"
+    parquet.write_table(table, source)
+    found = answers(engine, source)
+    assert [row["state"] for row in found] == ["error", "error", "truncated"]
+    assert "the column 'text' has no value of Python: UnicodeDecodeError" in found[0]["error"]
+    assert "the column 'when' has no value of Python: OverflowError" in found[1]["error"]
+    names = ["prompt", "x", "x"]
+    parquet.write_table(pyarrow.table([["a"], [1], [2]], names=names), source)
+    with pytest.raises(qkv.Error, match="a column stands twice: prompt, x, x"):
+        answers(engine, source)
+    parquet.write_table(pyarrow.table({"prompt": ["abc" * 99 + str(i) for i in range(9)]}), source)
+    data = bytearray(source.read_bytes())
+    data[40:120] = b"\xaa" * 80
+    source.write_bytes(data)
+    with pytest.raises(qkv.Error, match=r"in\.parquet: damaged"):
+        answers(engine, source)
+
+
+def test_half_pairs_in_a_table(engine: qkv.Engine, tmp_path: Path) -> None:
+    rows = [{"id": "\ud800", "prompt": "a", "\udcff": ["\ud801"]}, {"id": 1, "prompt": "a"}]
+    out = tmp_path / "out.parquet"
+    qkv.run_dataset(engine, rows, out, GREEDY, progress=False)
+    first, second = sorted(parquet.read_table(out).to_pylist(), key=lambda row: -len(row["id"]))
+    assert first["id"] == "\\ud800" and json.loads(first["\\udcff"]) == ["\ud801"]
+    assert second["id"] == "1" and second["\\udcff"] is None

@@ -106,3 +106,45 @@ def test_block_size_comes_from_the_plan(tiny: Callable[..., Path]) -> None:
     more = qkv_ray._planned_rows(tiny("llama"), 0.02, 512, PARAMS, options)
     narrow = qkv_ray._planned_rows(tiny("llama"), 0.01, 512, PARAMS, {"kv_cache_dtype": "fp8_e4m3"})
     assert 16 <= few < more <= 1024 and few < narrow
+
+
+def test_blocks_with_odd_columns(tiny: Callable[..., Path]) -> None:
+    """Columns keep types and values that Python has not; a row's name that is none, or another's,
+    is its error and not the job's."""
+    import pyarrow  # noqa: PLC0415
+
+    def score(output: qkv.RequestOutput) -> dict[str, Any]:
+        return {"x": "text" if output.index else 1}
+
+    worker = qkv_ray._Worker(
+        model=str(tiny("llama")),
+        params=PARAMS.with_(stop=["e"], stop_token_ids=list(range(100, 400))),
+        rows=Rows(prompt="q", id="uid"),
+        on_finish=score,
+        engine_options={"threads": 1, "kv_tokens": 512},
+    )
+    pairs = pyarrow.map_(pyarrow.string(), pyarrow.int32())
+    block = pyarrow.table(
+        {
+            "uid": pyarrow.array([5, 5, None, 7, 2**64 - 1], pyarrow.uint64()),
+            "q": pyarrow.array(["a", "b", "c", "d", "e"]),
+            "id": pyarrow.array(["s", "t", "u", "v", "w"]),
+            "when": pyarrow.array([0, 0, 0, 2**62, 0], pyarrow.timestamp("ms")),
+            "pairs": pyarrow.array([[("k", 1)]] * 5, pairs),
+            "text": pyarrow.array([1, 2, 3, 4, 5]),
+            "input_text": pyarrow.array([1, 2, 3, 4, 5]),
+        }
+    )
+    found = worker(block)
+    for name in ("uid", "q", "when", "pairs", "text"):
+        assert found.column("input_text" if name == "text" else name) == block.column(name)
+    assert found.column("id") == block.column("uid")
+    assert found.column("input_id") == block.column("id")
+    assert found.schema.field("stop_reason").type == pyarrow.string()
+    assert found.column("score_x").to_pylist() == ["1", None, None, None, '"text"']
+    errors = found.column("error").to_pylist()
+    assert errors[0] is None and errors[4] is None
+    for place, words in ((1, "was used before"), (2, "no id"), (3, "the column 'when'")):
+        assert words in errors[place]
+    empty = worker(block.slice(0, 0))
+    assert empty.num_rows == 0 and empty.schema.field("text").type == pyarrow.string()

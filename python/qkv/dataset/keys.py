@@ -10,19 +10,54 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..outputs import json_ready
+from ..run import described
 
 #: A row's state in the index.
 DONE, FAILED, SEEN = 1, 2, 3  # in the output, in it with an error, read in this run
 _FLAGS = 3
+#: Levels of lists and objects in a row. Python's own bound would be the caller's concern.
+MAX_DEPTH = 128
 
 
 def canonical(value: Any) -> bytes:
     """JSON that does not depend on the order of columns."""
-    return json.dumps(value, sort_keys=True, default=_plain).encode("ascii")
+    try:
+        text = json.dumps(value, sort_keys=True, default=_plain)
+    except TypeError:  # keys of several types have no order, others are none to JSON
+        text = json.dumps(json_ready(value), sort_keys=True, default=_plain)
+    return text.encode("ascii")
+
+
+def check(value: Any) -> None:
+    """ValueError for what cannot be written: nested deeper than MAX_DEPTH, in itself, or with
+    something that has no text."""
+    try:
+        # Most have fewer brackets than that.
+        written = canonical(value)
+        deep = written.count(b"[") + written.count(b"{") > MAX_DEPTH and _is_deep(value)
+    except RecursionError:
+        deep = True
+    except Exception as error:  # of its own methods, too
+        raise ValueError(f"it cannot be written as JSON: {described(error)}") from None
+    if deep:
+        raise ValueError(f"it cannot be written: nested deeper than {MAX_DEPTH} levels")
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [item for part in level for item in _parts(part)]
+    return bool(level)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else ()
 
 
 def _plain(value: Any) -> Any:

@@ -86,14 +86,16 @@ def answers(
     params = SamplingParams() if params is None else params
     prompts = Prompts(Rows() if options is None else options, params)
     prompts.check(engine)
-    requests = _requests(prompts, open_source(rows).rows(), first)
-    for request, output in through(engine, requests, params, on_finish=on_finish):
+    for request, output in through(
+        engine, requests(prompts, rows, first), params, on_finish=on_finish
+    ):
         yield prompts.answer(request, output)
 
 
-def _requests(prompts: Prompts, rows: Iterable[Any], first: int) -> Iterator[Request]:
+def requests(prompts: Prompts, rows: Iterable[Any], first: int = 0) -> Iterator[Request]:
+    """Of all rows, those with an id that was used before as an error."""
     known = keys.Index()
-    for place, row in enumerate(rows, first):
+    for place, row in enumerate(open_source(rows).rows(), first):
         request = prompts.identify(row, place)
         while known.get(request.id_key) is not None:
             request = prompts.duplicate(request)

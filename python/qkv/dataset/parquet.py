@@ -9,6 +9,7 @@ from typing import Any
 
 from .._core import Error
 from ..durable import replacing
+from ..run import described
 
 _BATCH = 1024  # rows held at a time
 
@@ -35,10 +36,42 @@ def count(path: Path) -> int:
         return int(file.metadata.num_rows)
 
 
-def rows(path: Path) -> Iterator[dict[str, Any]]:
+def rows(path: Path) -> Iterator[dict[str, Any] | ValueError]:
+    """ValueError in the place of a row with a value that Python has none for, such as a date in
+    the year 100,000. Error for a file that is damaged."""
     with _open(path) as file:
-        for batch in file.iter_batches(batch_size=_BATCH):
-            yield from batch.to_pylist()
+        names = file.schema_arrow.names
+        if len(set(names)) < len(names):
+            raise Error(f"{path}: a column stands twice: {', '.join(names)}")
+        batches = file.iter_batches(batch_size=_BATCH)
+        while (batch := _next(path, batches)) is not None:
+            yield from plain(batch)
+
+
+def _next(path: Path, batches: Iterator[Any]) -> Any:
+    try:
+        return next(batches, None)
+    except (_pyarrow().ArrowException, OSError) as error:
+        raise Error(f"{path}: damaged, it cannot be read any further: {error}") from error
+
+
+def plain(table: Any) -> list[dict[str, Any] | ValueError]:
+    """The rows of a batch or table of pyarrow; ValueError as rows() has it."""
+    try:
+        found: list[dict[str, Any] | ValueError] = table.to_pylist()
+    except Exception:  # of some value; which ones pyarrow raises depends on its type
+        found = [_row(table, place) for place in range(table.num_rows)]
+    return found
+
+
+def _row(batch: Any, place: int) -> dict[str, Any] | ValueError:
+    row = {}
+    for name in batch.schema.names:
+        try:
+            row[name] = batch.column(name)[place].as_py()
+        except Exception as error:
+            return ValueError(f"the column {name!r} has no value of Python: {described(error)}")
+    return row
 
 
 def check(path: Path) -> None:
@@ -52,10 +85,11 @@ def write(path: Path, read: Callable[[], Iterator[dict[str, Any]]]) -> None:
     for the columns and their types. Where values have no type in common, those that are no text
     become the text of their JSON. Error if it cannot be written."""
     pyarrow = _pyarrow()
-    schema, as_text = _schema(pyarrow, read())
+    types, as_text = _types(pyarrow, read())
+    schema = pyarrow.schema([(_valid(name), kind) for name, kind in types.items()])
     with replacing(path) as file, pyarrow.parquet.ParquetWriter(file, schema) as writer:
         for batch in _batches(read()):
-            columns = [_values(batch, name, name in as_text) for name in schema.names]
+            columns = [_values(batch, name, name in as_text) for name in types]
             arrays = [
                 pyarrow.array(values, field.type)
                 for values, field in zip(columns, schema, strict=True)
@@ -79,12 +113,20 @@ def _values(batch: list[dict[str, Any]], name: str, as_text: bool) -> list[Any]:
     if not as_text:
         return values
     return [
-        value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        value
+        if value is None
+        else _valid(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         for value in values
     ]
 
 
-def _schema(pyarrow: Any, given: Iterator[dict[str, Any]]) -> tuple[Any, set[str]]:
+def _valid(text: str) -> str:
+    """Half a surrogate pair as its escape: a table holds UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _types(pyarrow: Any, given: Iterator[dict[str, Any]]) -> tuple[dict[str, Any], set[str]]:
+    """Of each column, and which ones become text."""
     types: dict[str, Any] = {}
     as_text: set[str] = set()
     for batch in _batches(given):
@@ -101,7 +143,7 @@ def _schema(pyarrow: Any, given: Iterator[dict[str, Any]]) -> tuple[Any, set[str
     # Nothing but nulls: most that are not there are texts (of our columns: the error).
     as_text |= {name for name, kind in types.items() if pyarrow.types.is_null(kind)}
     types |= dict.fromkeys(as_text, pyarrow.string())
-    return pyarrow.schema(list(types.items())), as_text
+    return types, as_text
 
 
 def _common(pyarrow: Any, old: Any, new: Any) -> Any:

@@ -22,7 +22,7 @@ Nothing of it depends on the place in the batch, the time, or what was cached.""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -120,8 +120,16 @@ class Prompts:
         """The row with its id and keys, without a prompt yet: enough to know whether it is done."""
         if isinstance(row, Bad):
             return self._request(place, place, {}, ValueError(row.reason), row.reason)
-        columns = {str(name): value for name, value in row.items()}
-        own, problem = self._own_id(columns)
+        columns: dict[str, Any] = {}
+        own = None
+        try:
+            columns = {str(name): value for name, value in row.items()}
+            own, problem = self._own_id(columns)
+            keys.check(columns)
+        except Exception as error:  # of values that came from outside
+            reason = str(error) or type(error).__name__
+            used = place if own is None else own
+            return self._request(place, used, {}, ValueError(reason), reason)
         used = place if own is None else own
         return self._request(place, used, columns, problem, columns, own)
 
@@ -170,6 +178,7 @@ class Prompts:
         if isinstance(value, np.integer):
             value = int(value)
         if isinstance(value, (str, int)) and not isinstance(value, bool):
+            keys.check(value)  # an integer of thousands of digits has no text
             return value, None
         if value is None:
             return None, ValueError(f"there is no id in the column {name!r}")
@@ -239,11 +248,9 @@ class Prompts:
         for name, value in request.columns.items():
             if kept is not None and name not in kept:
                 continue
-            if name == "id" and value == request.id:
+            if name == "id" and type(value) is type(request.id) and value == request.id:
                 continue
-            while name in _RESULTS or name.startswith("score_") or name in row:
-                name = f"input_{name}"
-            row[name] = value
+            row[output_name(name, row)] = value
         good = output.error is None
         row["text"] = output.text if good else None
         row["finish_reason"] = output.finish_reason if good else None
@@ -256,7 +263,7 @@ class Prompts:
             row["prompt_token_ids"] = output.prompt_token_ids
         if good:
             row |= self._details(request, output)
-        row |= {f"score_{name}": value for name, value in output.scores.items()}
+        row |= {f"score_{name}": value for name, value in _sound(output.scores).items()}
         row["qkv_key"] = request.row_key
         ready: dict[str, Any] = json_ready(row)
         return ready
@@ -295,3 +302,19 @@ class Prompts:
             if params.logprobs > 0:
                 row |= {"top_ids": sample.top_ids, "top_logprobs": sample.top_logprobs}
         return row
+
+
+def output_name(name: str, taken: Container[str]) -> str:
+    """Of a column that came in, in an output that has the columns `taken` already."""
+    while name in _RESULTS or name.startswith("score_") or name in taken:
+        name = f"input_{name}"
+    return name
+
+
+def _sound(scores: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a hook gave; its error if it cannot be written."""
+    try:
+        keys.check(scores)
+    except ValueError as error:
+        return {"error": f"what the hook gave: {error}"}
+    return scores

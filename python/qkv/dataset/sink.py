@@ -65,6 +65,8 @@ class Sink:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Takes the lock. Error, OSError: it cannot be written, or another process writes it."""
         self.path = Path(path)
+        if self.path.is_symlink():  # a file takes the place of another here, never of a link to it
+            self.path = Path(os.path.realpath(self.path))
         kind = self.path.suffix.lower()
         if kind not in OUTPUTS:
             raise Error(f"{self.path}: the output's name must end with one of {', '.join(OUTPUTS)}")

@@ -91,6 +91,8 @@ def _wrapped(row: Any) -> Row:
     """What a row may be beside a mapping: a prompt by itself."""
     if isinstance(row, Mapping):
         return row
+    if isinstance(row, ValueError):
+        return Bad(str(row))
     if isinstance(row, str):
         return {"prompt": row}
     if is_ids(row):
@@ -112,7 +114,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
             continue
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
-        if not line.isspace():
+        if line.strip():
             yield number, line
 
 
@@ -158,7 +160,10 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     csv.field_size_limit(MAX_ROW_BYTES)
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(file, strict=True)
-        header = next(reader, None)
+        try:
+            header = next(reader, None)
+        except csv.Error as error:
+            raise Error(f"{path}: the header is not valid CSV: {error}") from None
         if header is None:
             return
         if len(set(header)) < len(header):

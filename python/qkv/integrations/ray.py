@@ -16,13 +16,16 @@ stands there twice, and each is the same bits as before. The columns are those o
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..dataset.loop import answers
-from ..dataset.prompt import Rows
+from ..dataset.loop import requests, through
+from ..dataset.parquet import plain
+from ..dataset.prompt import Prompts, Rows, output_name
 from ..params import SamplingParams, integer
 from ..planner import GIB, plan
 from ..run import Hook
@@ -34,8 +37,16 @@ _MOST_ROWS = 1024  # of a block, by default
 _LEAST_ROWS = 16
 
 #: The results' columns whose type does not depend on the rows: a block may have nulls alone.
-_TEXT = ("text", "finish_reason", "state", "error", "qkv_key")
-_NUMBERS = ("prompt_tokens", "output_tokens")
+_TYPED = {
+    "text": "string",
+    "finish_reason": "string",
+    "stop_reason": "string",
+    "state": "string",
+    "error": "string",
+    "prompt_tokens": "int64",
+    "output_tokens": "int64",
+    "qkv_key": "string",
+}
 
 
 def _ray() -> Any:
@@ -161,33 +172,49 @@ class _Worker:
         self._on_finish = on_finish
 
     def __call__(self, block: Any) -> Any:
-        """A table in, a table with the answers out, in the same order."""
-        done = answers(
-            self._engine, block.to_pylist(), self._rows, self._params, on_finish=self._on_finish
-        )
-        return _table(_in_order(done, block, self._rows), block.schema)
+        """A table in, a table with the answers out, in the same order. Columns that came in do
+        not go through Python: they keep their types, and values that it has not."""
+        prompts = Prompts(replace(self._rows, columns=()), self._params)
+        prompts.check(self._engine)
+        found: list[dict[str, Any]] = [{} for _ in range(block.num_rows)]
+        for request, output in through(
+            self._engine,
+            requests(prompts, plain(block)),
+            self._params,
+            on_finish=self._on_finish,
+        ):
+            found[request.place] = prompts.answer(request, output)
+        return _table(found, block, self._rows)
 
 
-def _in_order(done: Iterable[dict[str, Any]], block: Any, rows: Rows) -> list[dict[str, Any]]:
-    assert rows.id is not None
-    names = block.column(rows.id).to_pylist() if rows.id in block.column_names else []
-    places = {name: place for place, name in reversed(list(enumerate(names)))}
-    return sorted(done, key=lambda row: places.get(row["id"], len(names)))
-
-
-def _table(found: list[dict[str, Any]], given: Any) -> Any:
-    """Columns that came in keep their types, so that all blocks agree."""
+def _table(found: list[dict[str, Any]], block: Any, rows: Rows) -> Any:
+    """The names as they came (a row without one, or with another's, has its error), the columns
+    that are kept, the results."""
     import pyarrow  # noqa: PLC0415
 
-    columns = dict.fromkeys(name for row in found for name in row)
-    known = {name: pyarrow.string() for name in _TEXT}
-    known |= {name: pyarrow.int64() for name in _NUMBERS}
-    known |= {
-        name: given.field(name.removeprefix("input_")).type
-        for name in columns
-        if name not in known and name.removeprefix("input_") in given.names
+    there = rows.id in block.column_names
+    columns = {
+        "id": block.column(rows.id) if there else pyarrow.nulls(len(found), pyarrow.string())
     }
-    arrays = {
-        name: pyarrow.array([row.get(name) for row in found], known.get(name)) for name in columns
-    }
-    return pyarrow.table(arrays)
+    for name in block.column_names:
+        if name == rows.id == "id" or (rows.columns is not None and name not in rows.columns):
+            continue
+        columns[output_name(name, columns)] = block.column(name)
+    for name in dict.fromkeys([*_TYPED, *(name for row in found for name in row)]):
+        if name != "id":
+            columns[name] = _results(pyarrow, name, [row.get(name) for row in found])
+    return pyarrow.table(columns)
+
+
+def _results(pyarrow: Any, name: str, values: list[Any]) -> Any:
+    kind = _TYPED.get(name)
+    if name == "stop_reason":  # a text or a token id
+        values = [None if value is None else str(value) for value in values]
+    if kind is not None:
+        return pyarrow.array(values, getattr(pyarrow, kind)())
+    try:
+        return pyarrow.array(values)
+    except (pyarrow.ArrowException, OverflowError, UnicodeError):  # a hook's, of several types
+        return pyarrow.array(
+            [None if value is None else json.dumps(value, default=str) for value in values]
+        )
