@@ -612,3 +612,15 @@ def test_hub_name_is_tried_only_where_there_is_no_such_folder(
     (tmp_path / "owner").mkdir()
     (tmp_path / "owner/model").symlink_to(tiny("llama"))
     assert models.resolve("owner/model") == "owner/model"
+
+
+def test_a_device_that_is_not_there(
+    tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is missing comes first, not what would be asked for if it were there."""
+    monkeypatch.setattr(options._core, "__file__", str(tmp_path / "_core.so"))
+    with pytest.raises(qkv.UnsupportedError, match=r"this installation has no _qkv_cuda\.so"):
+        qkv.Engine(tiny("llama"), device="cuda:0")
+    (tmp_path / "_qkv_cuda.so").touch()
+    with pytest.raises(ValueError, match="kv_tokens=None: must be given with device='cuda:0'"):
+        qkv.Engine(tiny("llama"), device="cuda:0")

@@ -90,6 +90,25 @@ def test_a_worker_that_dies_is_replaced(
     assert len(found) == N and plain(found) == expected
 
 
+def test_a_core_is_left_for_reading(
+    cluster: None, tiny: Callable[..., Path], tmp_path: Path, expected: dict[str, str]
+) -> None:
+    """Engines took all cores, and the task that reads a file waited for one of them for ever."""
+    for cores, here, threads, reserved in (
+        (2, 1, 2, 1),
+        (2, 2, 1, 0.5),
+        (1, 1, 1, 0),
+        (16, 1, 16, 15),
+        (16, 2, 8, 7),
+        (16, 1, 4, 4),
+    ):
+        assert qkv_ray._reserved(cores, here, threads) == reserved
+    ray.data.from_items(questions()).write_parquet(str(tmp_path / "questions"))
+    data = ray.data.read_parquet(str(tmp_path / "questions"))
+    found = answered(tiny("llama"), data, workers=None, threads=None)
+    assert plain(found) == expected
+
+
 def test_what_it_needs(cluster: None, tiny: Callable[..., Path]) -> None:
     data = ray.data.from_items(questions())
     with pytest.raises(ValueError, match="a column that names the rows"):

@@ -104,6 +104,7 @@ class Engine:
     ) -> None:
         options.one_of("compute_dtype", compute_dtype, ("bf16", "float32"))
         options.check_device(device)
+        library = options.device_library(device)
         options.check_pool_size(device, kv_tokens)
         options.one_of("schedule", schedule, ("offline", "fcfs"))
         options.check_arithmetic(
@@ -203,7 +204,7 @@ class Engine:
             threads=threads or 0,
             compute_dtype="float32" if compute_dtype == "float32" else "bf16",
             device=device,
-            device_library=options.device_library(device),
+            device_library=library,
             max_running=self._max_running,
             chunk_tokens=chunk_tokens,
             max_model_len=max_model_len or 0,

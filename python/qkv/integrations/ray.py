@@ -78,8 +78,8 @@ def answer(
     model, engine_options: as Engine takes them. params, rows, on_finish: as run_dataset takes them.
     workers: engines. None: one for each machine; an engine uses all cores of its machine, and two
         would read the weights twice.
-    threads: cores of an engine, which Ray reserves. None: those of the smallest machine, shared
-        among the workers that must stand there.
+    threads: cores of an engine. None: those of the smallest machine, shared among the workers that
+        must stand there. Ray reserves as many, but one of a machine's, for what reads and writes.
     batch_size: rows of a block. None: twice what fits into the memory of one worker at once, by
         qkv.plan with `input_tokens` and params.max_tokens; 16 to 1,024.
 
@@ -114,7 +114,7 @@ def answer(
         },
         batch_size=batch_size,
         batch_format="pyarrow",
-        num_cpus=threads,
+        num_cpus=_reserved(cores, here, threads),
         # Ray Data restarts an actor that dies, and gives its block out again.
         compute=ray.data.ActorPoolStrategy(size=workers),
     )
@@ -130,6 +130,13 @@ def _smallest_machine(ray: Any) -> tuple[int, float]:
         min(int(resources["CPU"]) for resources in found),
         min(float(resources.get("memory", 0.0)) for resources in found) / GIB,
     )
+
+
+def _reserved(cores: int, here: int, threads: int) -> float:
+    """Of a machine's cores, for each of the `here` workers on it. One is left: a task that reads
+    rows would wait for it for ever, and the workers for rows. Parts only below 1, as Ray has it."""
+    share = (cores - 1) / here
+    return min(threads, math.floor(share) if share >= 1 else share)
 
 
 def _planned_rows(
