@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import SamplingParams, models, options
+from qkv import SamplingParams, _core, models, options
 from qkv.run import derive_seed
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -618,7 +618,7 @@ def test_a_device_that_is_not_there(
     tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is missing comes first, not what would be asked for if it were there."""
-    monkeypatch.setattr(options._core, "__file__", str(tmp_path / "_core.so"))
+    monkeypatch.setattr(_core, "__file__", str(tmp_path / "_core.so"))
     with pytest.raises(qkv.UnsupportedError, match=r"this installation has no _qkv_cuda\.so"):
         qkv.Engine(tiny("llama"), device="cuda:0")
     (tmp_path / "_qkv_cuda.so").touch()
