@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from core_runs import Request, open_engine, run
 from qkv import _core
-from ref import forward, make_tiny, tiny_cases
+from ref import experts, forward, make_tiny, tiny_cases
 
 BASES = (
     "base-llama31-rope-tiny",
     "base-mistral-tiny",
     "base-qwen2-tiny",
     "base-qwen3-s-tiny",
+    "base-qwen3moe-b-tiny",
     "base-gemma3-tiny",
     "base-gemma2-tiny",
     "base-phi3-tiny",
@@ -33,6 +34,9 @@ BASES = (
 GGUFS = ("gguf-q4_k_m-llama-g", "gguf-mixed-llama-g")
 N_GREEDY = 32
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
+# Rounding to bf16 gives some rows of these to another expert: a few tokens are off by far more than
+# rounding, and which ones is chance. Their largest differences are compared without the last 1 %.
+EXPERTS = ("base-qwen3moe-b-tiny",)
 # What the issue promises for compute_dtype="float32". What is measured is about 2e-5.
 FLOAT32_BOUND = 1e-3
 
@@ -53,6 +57,7 @@ class Expected:
     """prompts.json and expected*.npz of a fixture."""
 
     def __init__(self, folder: Path) -> None:
+        self.name = folder.name
         self.prompts = [row["ids"] for row in json.loads((folder / "prompts.json").read_text())]
         self.values = dict(np.load(folder / "expected.npz"))
         bf16 = folder / "expected_bf16.npz"
@@ -133,7 +138,8 @@ def test_bf16_of_base_checkpoints(base: tuple[Path, Expected]) -> None:
         expected.differences([r.prompt_logprobs for r in results]),
         expected.bf16_noise(),
     )
-    assert off.max() <= noise.max()
+    rank = 0.99 if expected.name in EXPERTS else 1.0
+    assert np.quantile(off, rank) <= np.quantile(noise, rank)
     assert np.sqrt(np.mean(off**2)) <= np.sqrt(np.mean(noise**2))
     expected.check_greedy(results, expected.bf16_logit_noise())
 
@@ -209,7 +215,10 @@ def test_dtypes_against_reference(tmp_path: Path, arch: str, dtype: str) -> None
     check_against_reference(tmp_path, tiny, seed=12)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "phi3", "glm4", "gemma2", "gemma3"])
+GGUF_ARCHS = ["llama", "qwen2", "qwen3", "phi3", "glm4", "gemma2", "gemma3", *experts.CONFIGS]
+
+
+@pytest.mark.parametrize("arch", GGUF_ARCHS)
 def test_gguf_against_reference(tmp_path: Path, arch: str) -> None:
     """Names, permuted rows and norms; the pattern and scales that Gemma's GGUF files leave out."""
     overrides: dict[str, Any] = {}

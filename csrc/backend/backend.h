@@ -28,7 +28,7 @@
 #include "quant/formats.h"
 #include "quant/matrix.h"
 
-enum { QKV_BACKEND_ABI = 6 };
+enum { QKV_BACKEND_ABI = 7 };
 
 struct qkv_device; /* one opened backend: threads, scratch memory, stream */
 struct qkv_buffer; /* zeroed bytes of device memory */
@@ -119,6 +119,50 @@ struct qkv_linear {
     /* The weights of the linear that follows: a hint, so that a backend can fetch them early. */
     int32_t n_next;
     const struct qkv_weight *next[3];
+};
+
+/* What a row's logits make of the experts. Scores: SOFTMAX of all logits, SIGMOID of each; of
+ * SOFTMAX_CHOSEN the logits themselves, and the weights are a softmax over those chosen. */
+enum qkv_router { QKV_ROUTER_SOFTMAX, QKV_ROUTER_SIGMOID, QKV_ROUTER_SOFTMAX_CHOSEN };
+
+/* The top_k experts of the largest score (plus select_bias, where there is one), ties to the lower
+ * index, get their scores (without it) as weights. With n_groups > 1 the experts are cut into as
+ * many groups of neighbours, and only those of the top_groups groups can be chosen whose best
+ * experts (group_best of them, summed) score highest, ties again to the lower index. */
+struct qkv_routing {
+    enum qkv_router router;
+    int32_t n_experts;
+    int32_t top_k;    /* 1 .. n_experts, and of the groups that can be chosen */
+    int32_t n_groups; /* divides n_experts */
+    int32_t top_groups;
+    int32_t group_best; /* 1 or 2 */
+    bool normalize;     /* weights are divided by their sum + 1e-20 */
+    float factor;       /* then multiplied by this */
+};
+
+/* Gate and up [ffn, hidden], down [hidden, ffn]. Each expert has an ffn and formats of its own. */
+struct qkv_expert {
+    struct qkv_weight *weight[3];
+    struct qkv_buffer *bias[3]; /* f32 or NULL */
+};
+
+/* A block of experts: y[r] += sum over i of w[r, i] * down(act(gate(h)) * up(h)) with
+ * h = rmsnorm(x[r]) * norm and the experts i of row r in the order in which they were chosen, by
+ * falling score; the shared one comes last. Rows are gathered by expert, so that a step reads no
+ * expert's weights twice; each product is what `linear` gives for the row. */
+struct qkv_moe {
+    const struct qkv_buffer *x; /* f32 [n_rows, hidden]; may be y */
+    int32_t n_rows;
+    const struct qkv_buffer *norm; /* f32 [hidden] */
+    float norm_eps;
+    const struct qkv_routing *routing;
+    const struct qkv_buffer *logits;      /* f32 [n_rows, n_experts + shared_gate] */
+    const struct qkv_buffer *select_bias; /* f32 [n_experts] or NULL */
+    const struct qkv_expert *experts;     /* host [n_experts + n_shared] */
+    int32_t n_shared; /* 0 or 1: it takes part in every row, with weight 1 ... */
+    bool shared_gate; /* ... or the sigmoid of the row's last logit */
+    enum qkv_act act;
+    struct qkv_buffer *y; /* f32 [n_rows, hidden] */
 };
 
 /* Norms and rotates q and k, writes k and v of the batch's rows into the cache, then attends to the
@@ -275,6 +319,9 @@ struct qkv_backend {
                              const struct qkv_weight *table, float scale, struct qkv_buffer *x);
     enum qkv_status (*linear)(struct qkv_error *err, struct qkv_device *dev,
                               const struct qkv_linear *args);
+    /* NULL: not in this backend; models with experts are refused. */
+    enum qkv_status (*moe)(struct qkv_error *err, struct qkv_device *dev,
+                           const struct qkv_moe *args);
     enum qkv_status (*attention)(struct qkv_error *err, struct qkv_device *dev,
                                  const struct qkv_attention *args);
     /* x += rmsnorm(y) * norm over n_rows rows of `dim` (post-norms of Gemma). */

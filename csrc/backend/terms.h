@@ -20,7 +20,12 @@ enum qkv_prologue {
     QKV_PROLOGUE_GATED    /* x is [n_rows, 2 * k]: act(x[:, :k]) * x[:, k:] */
 };
 
-enum qkv_act { QKV_ACT_SILU, QKV_ACT_GELU_TANH };
+enum qkv_act {
+    QKV_ACT_SILU,
+    QKV_ACT_GELU_TANH,
+    QKV_ACT_SWIGLU_CLAMPED /* gpt-oss: g = min(x[:, :k], 7), u = x[:, k:] within -7 .. 7,
+                              g sigmoid(1.702 g) (u + 1) */
+};
 
 enum qkv_epilogue { QKV_EPILOGUE_STORE, QKV_EPILOGUE_ADD /* y += */ };
 

@@ -160,7 +160,7 @@ enum qkv_status qkv_arch_sizes(struct qkv_error *err, const struct qkv_source *s
 {
     int32_t n_experts = 0;
     QKV_TRY(qkv_source_int(err, source, QKV_KEY(NULL, "expert_count"), 0, INT32_MAX, &n_experts));
-    if (n_experts != 0) {
+    if (n_experts != 0 && !defaults->experts) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED, "%s.expert_count: %d: experts are not supported",
                         source->gguf_arch, (int)n_experts);
     }

@@ -19,6 +19,7 @@ struct qkv_arch_defaults {
     int32_t max_positions;
     bool tied;
     double partial_rotary; /* share of a head's channels that are rotated; 0: all, always */
+    bool experts;          /* it may have some */
 };
 
 /* Sizes, vocabulary, positions, norm epsilon, tying; attn_scale from head_dim. */
@@ -34,6 +35,25 @@ enum qkv_status qkv_arch_act(struct qkv_error *err, const struct qkv_source *sou
  * whether the tensors of the first layer are there. */
 enum qkv_status qkv_arch_biases(struct qkv_error *err, const struct qkv_source *source,
                                 struct qkv_model_config *out);
+
+/* The same of its experts. */
+struct qkv_expert_defaults {
+    int32_t n_experts;
+    int32_t top_k;
+    int32_t ffn; /* of an expert, 0: the config's own intermediate_size */
+};
+
+/* How many experts, how many of them for a row, and their size: config.json's num_experts,
+ * num_local_experts or n_routed_experts. No layer has them yet, and the routing is a plain softmax
+ * without groups. */
+enum qkv_status qkv_arch_experts(struct qkv_error *err, const struct qkv_source *source,
+                                 const struct qkv_expert_defaults *defaults,
+                                 struct qkv_model_config *out);
+
+/* The layers that have experts: in GGUF by whether the router's tensor is there; else those from
+ * first_k_dense_replace on that decoder_sparse_step and mlp_only_layers leave. */
+enum qkv_status qkv_arch_sparse_layers(struct qkv_error *err, const struct qkv_source *source,
+                                       struct qkv_model_config *out);
 
 /* Appends a rotary embedding: from rope_scaling and `theta_key`, from rope_parameters (the member
  * `layer_type` of it, if that is not NULL), or from GGUF's rope.*; `theta` is the default. `scaled`

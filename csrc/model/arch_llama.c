@@ -4,12 +4,18 @@
 enum qkv_status qkv_arch_llama(struct qkv_error *err, const struct qkv_source *source,
                                struct qkv_model_config *out)
 {
-    static const struct qkv_arch_defaults DEFAULTS = {.max_positions = 2048};
+    static const struct qkv_arch_defaults DEFAULTS = {.max_positions = 2048, .experts = true};
+    static const struct qkv_expert_defaults EXPERTS = {.n_experts = 8, .top_k = 2};
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));
     QKV_TRY(qkv_arch_biases(err, source, out));
     QKV_TRY(qkv_source_bool(err, source, QKV_KEY("mlp_bias", NULL), &out->mlp_bias));
     out->gguf_qk_permuted = source->gguf != NULL;
+    if (qkv_source_has(source, QKV_KEY(NULL, "expert_count"))) { /* Mixtral */
+        QKV_TRY(qkv_arch_experts(err, source, &EXPERTS, out));
+        out->moe.routing.normalize = true;
+        QKV_TRY(qkv_arch_sparse_layers(err, source, out));
+    }
     return qkv_arch_rope(err, source, NULL, QKV_KEY("rope_theta", "rope.freq_base"), 1e4, true,
                          out);
 }

@@ -381,6 +381,11 @@ static enum qkv_status same_sizes(struct qkv_error *err, const struct qkv_model_
         {"norms of q and k", a->qk_norm, b->qk_norm},
         {"norms after blocks", a->post_norms, b->post_norms},
         {"rotary embeddings", a->n_ropes, b->n_ropes},
+        {"experts", a->moe.routing.n_experts, b->moe.routing.n_experts},
+        {"experts for a token", a->moe.routing.top_k, b->moe.routing.top_k},
+        {"channels inside an expert", a->moe.ffn, b->moe.ffn},
+        {"channels inside the shared expert", a->moe.shared_ffn, b->moe.shared_ffn},
+        {"experts' weights that are normed", a->moe.routing.normalize, b->moe.routing.normalize},
     };
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
         if (numbers[i].a != numbers[i].b) {
@@ -425,6 +430,10 @@ enum qkv_status qkv_model_config_same(struct qkv_error *err, const struct qkv_mo
         return qkv_fail(err, QKV_ERR_CHECKPOINT, "another model: another activation in the MLP");
     }
     for (int32_t i = 0; i < a->n_layers; i++) {
+        if (a->layers[i].sparse != b->layers[i].sparse) {
+            return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                            "another model: only one has experts in layer %" PRId32, i);
+        }
         if (a->layers[i].window != b->layers[i].window || a->layers[i].rope != b->layers[i].rope) {
             return qkv_fail(err, QKV_ERR_CHECKPOINT,
                             "another model: layer %" PRId32 " has a window of %" PRId32

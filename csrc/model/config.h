@@ -52,6 +52,17 @@ enum qkv_norm_names {
 struct qkv_layer_config {
     int32_t window; /* 0: full attention */
     int32_t rope;   /* index into ropes, -1: none */
+    bool sparse;    /* experts instead of one MLP */
+};
+
+struct qkv_moe_config {
+    struct qkv_routing routing; /* n_experts 0: no experts in any layer */
+    bool mixtral_names;         /* block_sparse_moe.experts.0.w1, not mlp.experts.0.gate_proj */
+    bool alternate_rows; /* of gate and up, where one tensor has both; else gate's come first */
+    int32_t ffn;         /* of an expert */
+    int32_t shared_ffn;  /* of the shared one, 0: none */
+    bool shared_gate;
+    bool router_bias, select_bias, expert_bias;
 };
 
 struct qkv_model_config {
@@ -68,6 +79,7 @@ struct qkv_model_config {
     bool fused_qkv;     /* q, k and v are stored as one matrix */
     bool fused_gate_up; /* and so are gate and up */
     enum qkv_act act;
+    struct qkv_moe_config moe;
     double embed_scale;
     double attn_scale;   /* of the attention logits */
     double attn_softcap; /* 0: none */

@@ -72,7 +72,8 @@ static enum qkv_status attention_block(struct qkv_error *err, const struct qkv_m
                                           .window = kind->window,
                                           .quantize_q = model->quantize_q,
                                       }));
-    return add_branch(err, model, &plan->out, &plan->gate_up, plan->attn_post_norm,
+    return add_branch(err, model, &plan->out,
+                      plan->experts != NULL ? &plan->router : &plan->gate_up, plan->attn_post_norm,
                       (struct qkv_linear){
                           .x = model->heads,
                           .n_rows = n_rows,
@@ -102,6 +103,39 @@ static enum qkv_status mlp_block(struct qkv_error *err, const struct qkv_model *
                           .n_rows = n_rows,
                           .prologue = QKV_PROLOGUE_GATED,
                       });
+}
+
+/* x += experts(norm(x)) */
+static enum qkv_status moe_block(struct qkv_error *err, const struct qkv_model *model,
+                                 int32_t layer, int32_t n_rows)
+{
+    const struct qkv_layer_plan *plan = &model->layers[layer];
+    const struct qkv_moe_config *moe = &model->config.moe;
+    const struct qkv_linear_plan unknown = {.n = 0};
+    QKV_TRY(run_linear(err, model, &plan->router, &unknown,
+                       (struct qkv_linear){
+                           .x = model->x,
+                           .n_rows = n_rows,
+                           .prologue = QKV_PROLOGUE_RMSNORM,
+                           .norm = plan->mlp_norm,
+                           .epilogue = QKV_EPILOGUE_STORE,
+                           .y = model->router_logits,
+                       }));
+    return model->backend->moe(err, model->device,
+                               &(struct qkv_moe){
+                                   .x = model->x,
+                                   .n_rows = n_rows,
+                                   .norm = plan->mlp_norm,
+                                   .norm_eps = (float)model->config.norm_eps,
+                                   .routing = &moe->routing,
+                                   .logits = model->router_logits,
+                                   .select_bias = plan->select_bias,
+                                   .experts = plan->experts,
+                                   .n_shared = moe->shared_ffn > 0,
+                                   .shared_gate = moe->shared_gate,
+                                   .act = model->config.act,
+                                   .y = model->x,
+                               });
 }
 
 static enum qkv_status check_forks(struct qkv_error *err, const struct qkv_model *model,
@@ -180,7 +214,8 @@ enum qkv_status qkv_model_forward(struct qkv_error *err, struct qkv_model *model
     for (int32_t layer = 0; layer < model->config.n_layers; layer++) {
         const int32_t n_rows = model->active.n_rows;
         QKV_TRY(attention_block(err, model, layer, n_rows));
-        QKV_TRY(mlp_block(err, model, layer, n_rows));
+        QKV_TRY(model->layers[layer].experts != NULL ? moe_block(err, model, layer, n_rows)
+                                                     : mlp_block(err, model, layer, n_rows));
         model->n_layer_rows += (uint64_t)n_rows;
         QKV_TRY(join_layer(err, model, batch, layer + 1));
     }

@@ -526,15 +526,20 @@ static enum qkv_status read_description(struct qkv_error *err, struct reader *r)
 enum qkv_status qkv_stored_plain(struct qkv_error *err, const struct qkv_tensor *tensor,
                                  struct qkv_stored *out)
 {
+    int64_t n_out = 1;
+    for (int32_t i = 0; i + 1 < tensor->n_dims; i++) {
+        n_out *= tensor->shape[i]; /* its bytes are in the file: no overflow */
+    }
     *out = (struct qkv_stored){
         .matrix = {.name = tensor->name,
-                   .n_out = tensor->shape[0],
-                   .k_in = tensor->shape[1],
+                   .n_out = n_out,
+                   .k_in = tensor->shape[tensor->n_dims - 1],
                    .format = tensor->format,
                    .blocks = tensor->data,
                    .release = qkv_map_release},
         .tensors = {tensor},
         .n_tensors = 1,
+        .n_bytes = tensor->n_bytes,
     };
     return qkv_matrix_check(err, &out->matrix);
 }
@@ -562,8 +567,91 @@ enum qkv_status qkv_stored_described(struct qkv_error *err, const struct qkv_mat
         qkv_stored_free(&stored);
         return status;
     }
+    for (int32_t i = 0; i < stored.n_tensors; i++) {
+        stored.n_bytes += stored.tensors[i]->n_bytes;
+    }
     *out = stored;
     return QKV_OK;
+}
+
+/* ---- rows of a matrix ---- */
+
+struct cut {
+    int64_t first, step, n_rows;
+    int64_t n_before; /* rows that there were */
+};
+
+/* Moves to byte `offset` of an array. */
+static void move(const uint8_t **data, uint64_t *n_bytes, int64_t offset)
+{
+    *data += offset;
+    *n_bytes -= (uint64_t)offset;
+}
+
+static bool cut_codes(const struct cut *cut, struct qkv_codes *codes)
+{
+    if (codes->data == NULL) {
+        return true;
+    }
+    if (codes->transposed ||
+        (codes->order != QKV_ORDER_ROWS && codes->order != QKV_ORDER_ROWS_HIGH)) {
+        return false;
+    }
+    move(&codes->data, &codes->n_bytes, cut->first * codes->row_bytes);
+    codes->row_bytes *= cut->step;
+    const uint64_t n_bytes = (uint64_t)(cut->n_rows * codes->row_bytes);
+    codes->n_bytes = n_bytes < codes->n_bytes ? n_bytes : codes->n_bytes;
+    return true;
+}
+
+/* One element for all rows stays; elements by row move; blocks of rows must begin with the cut. */
+static bool cut_scales(const struct cut *cut, struct qkv_scales *scales)
+{
+    if (scales->data == NULL || scales->rows_per >= cut->n_before) {
+        return true;
+    }
+    if (scales->rows_per != 1 && (cut->step != 1 || cut->first % scales->rows_per != 0)) {
+        return false;
+    }
+    move(&scales->data, &scales->n_bytes,
+         cut->first / scales->rows_per * scales->row_stride *
+             qkv_format_traits(scales->format)->block_bytes);
+    scales->row_stride *= cut->step;
+    return true;
+}
+
+static bool cut_blocks(const struct cut *cut, struct qkv_matrix *matrix)
+{
+    if (matrix->format == QKV_FORMAT_COUNT) {
+        return true;
+    }
+    const struct qkv_format_traits *traits = qkv_format_traits(matrix->format);
+    matrix->blocks += cut->first * (matrix->k_in / traits->block_elems) * traits->block_bytes;
+    return cut->step == 1;
+}
+
+enum qkv_status qkv_stored_cut(struct qkv_error *err, int64_t first, int64_t step, int64_t n_rows,
+                               struct qkv_stored *inout)
+{
+    struct qkv_matrix *matrix = &inout->matrix;
+    const struct cut cut = {first, step, n_rows, matrix->n_out};
+    if (first < 0 || step < 1 || n_rows < 1 || n_rows > (matrix->n_out - first + step - 1) / step) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "%s: %" PRId64 " rows from %" PRId64 " in steps of %" PRId64
+                        ", it has %" PRId64,
+                        matrix->name, n_rows, first, step, matrix->n_out);
+    }
+    if (!cut_blocks(&cut, matrix) || !cut_codes(&cut, &matrix->codes) ||
+        !cut_codes(&cut, &matrix->zero) || !cut_scales(&cut, &matrix->scale) ||
+        !cut_scales(&cut, &matrix->min) || !cut_scales(&cut, &matrix->factor)) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "%s: many matrices in one tensor, in a layout that cannot be cut at row "
+                        "%" PRId64,
+                        matrix->name, first);
+    }
+    inout->n_bytes = (uint64_t)((double)inout->n_bytes * (double)n_rows / (double)matrix->n_out);
+    matrix->n_out = n_rows;
+    return qkv_matrix_check(err, matrix);
 }
 
 void qkv_stored_free(struct qkv_stored *stored)

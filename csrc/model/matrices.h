@@ -47,11 +47,12 @@ struct qkv_stored {
     struct qkv_matrix matrix;
     const struct qkv_tensor *tensors[QKV_STORED_TENSORS];
     int32_t n_tensors;
+    uint64_t n_bytes; /* of the tensors that are the matrix's */
     int32_t *k_group; /* owned copies: a tensor's bytes may lie at any address */
     float *k_scale;
 };
 
-/* A plain tensor of two dimensions. */
+/* A plain tensor of one dimension or more: [n, rows, cols] as [n * rows, cols], [cols] as a row. */
 enum qkv_status qkv_stored_plain(struct qkv_error *err, const struct qkv_tensor *tensor,
                                  struct qkv_stored *out);
 
@@ -60,6 +61,10 @@ enum qkv_status qkv_stored_plain(struct qkv_error *err, const struct qkv_tensor 
 enum qkv_status qkv_stored_described(struct qkv_error *err, const struct qkv_matrices *matrices,
                                      size_t index, const struct qkv_weights *weights, int64_t rows,
                                      int64_t cols, struct qkv_stored *out);
+/* What is left of it: `n_rows` rows from `first` on, every step-th. QKV_ERR_UNSUPPORTED where its
+ * layout, or its scales by blocks of rows, cannot be cut there. */
+enum qkv_status qkv_stored_cut(struct qkv_error *err, int64_t first, int64_t step, int64_t n_rows,
+                               struct qkv_stored *inout);
 void qkv_stored_free(struct qkv_stored *stored); /* what it owns; not itself */
 
 #endif

@@ -22,6 +22,7 @@ struct loader {
     struct qkv_threads *threads; /* that quantize, or NULL */
     uint64_t done_bytes;
     uint64_t total_bytes;
+    bool asked[QKV_FORMAT_COUNT]; /* whether the device has this format of a matrix */
 };
 
 static bool is_permuted(const struct loader *loader, enum qkv_part part)
@@ -31,12 +32,13 @@ static bool is_permuted(const struct loader *loader, enum qkv_part part)
             part == QKV_PART_K_BIAS);
 }
 
+/* `n_bytes` of the tensor were packed. */
 static enum qkv_status tensor_done(struct qkv_error *err, struct loader *loader,
-                                   const struct qkv_tensor *tensor)
+                                   const struct qkv_tensor *tensor, uint64_t n_bytes)
 {
     const struct qkv_model_options *options = loader->options;
     qkv_weights_release(loader->weights, tensor);
-    loader->done_bytes += tensor->n_bytes;
+    loader->done_bytes += n_bytes;
     if (options->progress != NULL &&
         !options->progress(options->progress_ctx, loader->done_bytes, loader->total_bytes)) {
         return qkv_fail(err, QKV_ERR_STATE, "interrupted");
@@ -48,7 +50,8 @@ static bool is_quantized_online(const struct loader *loader, enum qkv_part part)
 {
     const struct qkv_target *target = loader->options->online;
     const bool is_end = part == QKV_PART_EMBED || part == QKV_PART_HEAD;
-    return target != NULL && (!is_end || target->kind == QKV_TARGET_AFFINE);
+    const bool is_router = part == QKV_PART_ROUTER || part == QKV_PART_SHARED_GATE;
+    return target != NULL && !is_router && (!is_end || target->kind == QKV_TARGET_AFFINE);
 }
 
 /* Into the backend's packing. */
@@ -124,20 +127,31 @@ static struct qkv_weight *shared_end(const struct loader *loader, enum qkv_part 
     return part == QKV_PART_EMBED ? first->embed : part == QKV_PART_HEAD ? first->head : NULL;
 }
 
+static enum qkv_status stored_done(struct qkv_error *err, struct loader *loader,
+                                   const struct qkv_stored *stored)
+{
+    for (int32_t i = 0; i < stored->n_tensors; i++) {
+        QKV_TRY(tensor_done(err, loader, stored->tensors[i], i == 0 ? stored->n_bytes : 0));
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status load_stored(struct qkv_error *err, struct loader *loader, enum qkv_part part,
+                                   const struct qkv_stored *stored, struct qkv_weight **out)
+{
+    struct qkv_model *model = loader->model;
+    QKV_TRY(create_ordered(err, loader, part, stored->matrix, out));
+    model->memory.weight_bytes += model->backend->weight_bytes(*out);
+    return stored_done(err, loader, stored);
+}
+
 static enum qkv_status load_matrix(struct qkv_error *err, struct loader *loader, int32_t layer,
                                    enum qkv_part part, struct qkv_weight **out)
 {
-    struct qkv_model *model = loader->model;
     const struct qkv_stored *stored = qkv_bound_get(&loader->bound, layer, part)->matrix;
     *out = shared_end(loader, part, stored);
-    if (*out == NULL) {
-        QKV_TRY(create_ordered(err, loader, part, stored->matrix, out));
-        model->memory.weight_bytes += model->backend->weight_bytes(*out);
-    }
-    for (int32_t i = 0; i < stored->n_tensors; i++) {
-        QKV_TRY(tensor_done(err, loader, stored->tensors[i]));
-    }
-    return QKV_OK;
+    return *out != NULL ? stored_done(err, loader, stored)
+                        : load_stored(err, loader, part, stored, out);
 }
 
 /* Values of a vector as f32, in the order in which the model uses them. Free with free(). */
@@ -165,11 +179,19 @@ static enum qkv_status vector_values(struct qkv_error *err, const struct loader 
     return QKV_OK;
 }
 
+static enum qkv_status upload_vector(struct qkv_error *err, struct qkv_model *model,
+                                     const float *values, size_t n, struct qkv_buffer **out)
+{
+    const size_t n_bytes = n * sizeof *values;
+    QKV_TRY(model->backend->buffer_create(err, model->device, n_bytes, out));
+    model->memory.weight_bytes += n_bytes;
+    return model->backend->upload(err, model->device, *out, 0, values, n_bytes);
+}
+
 /* Leaves *out NULL if the part is not there. */
 static enum qkv_status load_vector(struct qkv_error *err, struct loader *loader, int32_t layer,
                                    enum qkv_part part, bool plus_one, struct qkv_buffer **out)
 {
-    struct qkv_model *model = loader->model;
     const struct qkv_tensor *tensor = qkv_bound_get(&loader->bound, layer, part)->vector;
     if (tensor == NULL) {
         return QKV_OK;
@@ -180,15 +202,10 @@ static enum qkv_status load_vector(struct qkv_error *err, struct loader *loader,
     for (size_t i = 0; plus_one && i < n; i++) {
         values[i] = 1.0f + values[i];
     }
-    enum qkv_status status =
-        model->backend->buffer_create(err, model->device, n * sizeof *values, out);
-    if (status == QKV_OK) {
-        status = model->backend->upload(err, model->device, *out, 0, values, n * sizeof *values);
-    }
+    const enum qkv_status status = upload_vector(err, loader->model, values, n, out);
     free(values);
     QKV_TRY(status);
-    model->memory.weight_bytes += n * sizeof(float);
-    return tensor_done(err, loader, tensor);
+    return tensor_done(err, loader, tensor, tensor->n_bytes);
 }
 
 static enum qkv_status load_norm(struct qkv_error *err, struct loader *loader, int32_t layer,
@@ -211,6 +228,52 @@ static enum qkv_status load_linear(struct qkv_error *err, struct loader *loader,
     return QKV_OK;
 }
 
+/* n elements of a tensor with the biases of all experts. */
+static enum qkv_status load_bias(struct qkv_error *err, struct loader *loader,
+                                 const struct qkv_bound_expert *bound, struct qkv_buffer **out)
+{
+    const struct qkv_tensor *tensor = bound->bias;
+    const size_t n = (size_t)bound->matrix->matrix.n_out;
+    void *block;
+    QKV_TRY(qkv_calloc(err, n, sizeof(float), &block));
+    float *values = block;
+    enum qkv_status status = QKV_OK;
+    for (size_t i = 0; status == QKV_OK && i < n; i++) {
+        const size_t element = (size_t)bound->bias_first + i * (size_t)bound->bias_step;
+        const size_t each = (size_t)qkv_format_traits(tensor->format)->block_bytes;
+        status =
+            qkv_codec_dequantize(err, tensor->format, tensor->data + element * each, 1, values + i);
+    }
+    status = status != QKV_OK ? qkv_fail_prefix(err, status, tensor->name)
+                              : upload_vector(err, loader->model, values, n, out);
+    free(block);
+    QKV_TRY(status);
+    return tensor_done(err, loader, tensor, 0);
+}
+
+static enum qkv_status load_experts(struct qkv_error *err, struct loader *loader, int32_t layer,
+                                    struct qkv_layer_plan *plan)
+{
+    const struct qkv_moe_config *moe = &loader->model->config.moe;
+    QKV_TRY(
+        load_linear(err, loader, layer, QKV_PART_ROUTER, moe->shared_gate ? 2 : 1, &plan->router));
+    QKV_TRY(load_vector(err, loader, layer, QKV_PART_SELECT_BIAS, false, &plan->select_bias));
+    void *block;
+    QKV_TRY(qkv_calloc(err, (size_t)loader->bound.layer_experts, sizeof *plan->experts, &block));
+    plan->experts = block;
+    for (int32_t e = 0; e < loader->bound.layer_experts; e++) {
+        for (int32_t part = 0; part < QKV_EXPERT_PARTS; part++) {
+            const struct qkv_bound_expert *bound = qkv_bound_expert(&loader->bound, layer, e, part);
+            QKV_TRY(load_stored(err, loader, QKV_PART_GATE, bound->matrix,
+                                &plan->experts[e].weight[part]));
+            if (bound->bias != NULL) {
+                QKV_TRY(load_bias(err, loader, bound, &plan->experts[e].bias[part]));
+            }
+        }
+    }
+    return QKV_OK;
+}
+
 static enum qkv_status load_layer(struct qkv_error *err, struct loader *loader, int32_t i)
 {
     struct qkv_layer_plan *plan = &loader->model->layers[i];
@@ -225,9 +288,13 @@ static enum qkv_status load_layer(struct qkv_error *err, struct loader *loader, 
     QKV_TRY(load_norm(err, loader, i, QKV_PART_ATTN_POST_NORM, &plan->attn_post_norm));
     QKV_TRY(load_norm(err, loader, i, QKV_PART_MLP_NORM, &plan->mlp_norm));
     const bool fused_mlp = config->fused_gate_up;
-    QKV_TRY(load_linear(err, loader, i, fused_mlp ? QKV_PART_GATE_UP : QKV_PART_GATE,
-                        fused_mlp ? 1 : 2, &plan->gate_up));
-    QKV_TRY(load_linear(err, loader, i, QKV_PART_DOWN, 1, &plan->down));
+    if (config->layers[i].sparse) {
+        QKV_TRY(load_experts(err, loader, i, plan));
+    } else {
+        QKV_TRY(load_linear(err, loader, i, fused_mlp ? QKV_PART_GATE_UP : QKV_PART_GATE,
+                            fused_mlp ? 1 : 2, &plan->gate_up));
+        QKV_TRY(load_linear(err, loader, i, QKV_PART_DOWN, 1, &plan->down));
+    }
     return load_norm(err, loader, i, QKV_PART_MLP_POST_NORM, &plan->mlp_post_norm);
 }
 
@@ -253,7 +320,7 @@ static enum qkv_status divide_by_factors(struct qkv_error *err, struct loader *l
         inv_freq[i] /= factors[i];
     }
     free(factors);
-    return tensor_done(err, loader, tensor);
+    return tensor_done(err, loader, tensor, tensor->n_bytes);
 }
 
 /* One set of weights reads the keys that the other has rotated. Files round their frequencies, in
@@ -333,6 +400,7 @@ static void share_buffers(struct qkv_model *model, const struct qkv_model *first
     model->wide = first->wide;
     model->heads = first->heads;
     model->branch = first->branch;
+    model->router_logits = first->router_logits;
     model->logits = first->logits;
 }
 
@@ -361,68 +429,102 @@ static enum qkv_status create_buffers(struct qkv_error *err, struct qkv_model *m
     if (config->post_norms) {
         QKV_TRY(create_buffer(err, model, n_rows, hidden, &model->branch));
     }
+    if (config->moe.routing.n_experts != 0) {
+        const uint64_t n_logits = (uint64_t)config->moe.routing.n_experts + config->moe.shared_gate;
+        QKV_TRY(create_buffer(err, model, n_rows, n_logits, &model->router_logits));
+    }
     return create_buffer(err, model, (uint64_t)model->max_logit_rows, (uint64_t)config->vocab,
                          &model->logits);
 }
 
-/* Asks the device once for each format of a matrix, and adds up what there is to load. */
-static enum qkv_status survey(struct qkv_error *err, struct loader *loader)
+/* Calls `visit` for every matrix that is bound, with the part that says how it is treated. */
+static enum qkv_status
+each_matrix(struct qkv_error *err, struct loader *loader,
+            enum qkv_status (*visit)(struct qkv_error *err, struct loader *loader,
+                                     enum qkv_part part, const struct qkv_stored *stored))
 {
-    const struct qkv_model *model = loader->model;
-    bool asked[QKV_FORMAT_COUNT] = {false};
-    for (size_t i = 0; i < loader->bound.n_parts; i++) {
-        const struct qkv_bound_part *part = &loader->bound.parts[i];
-        loader->total_bytes += part->vector == NULL ? 0 : part->vector->n_bytes;
-        for (int32_t t = 0; part->matrix != NULL && t < part->matrix->n_tensors; t++) {
-            loader->total_bytes += part->matrix->tensors[t]->n_bytes;
+    const struct qkv_bound *bound = &loader->bound;
+    for (size_t i = 0; i < bound->n_parts; i++) {
+        if (bound->parts[i].matrix != NULL) {
+            QKV_TRY(
+                visit(err, loader, (enum qkv_part)(i % QKV_PART_COUNT), bound->parts[i].matrix));
         }
-        const enum qkv_format format =
-            part->matrix == NULL ? QKV_FORMAT_COUNT : part->matrix->matrix.format;
-        if (format == QKV_FORMAT_COUNT || asked[format]) {
-            continue;
-        }
-        asked[format] = true;
-        const struct qkv_support_query query = {
-            .weight_format = format,
-            .k_format = QKV_KV_FORMAT_COUNT,
-            .v_format = QKV_KV_FORMAT_COUNT,
-        };
-        const enum qkv_status status = model->backend->supports(err, model->device, &query);
-        if (status != QKV_OK) {
-            return qkv_fail_prefix(err, status, part->matrix->matrix.name);
+    }
+    for (size_t i = 0; i < bound->n_expert_parts; i++) {
+        if (bound->experts[i].matrix != NULL) {
+            QKV_TRY(visit(err, loader, QKV_PART_GATE, bound->experts[i].matrix));
         }
     }
     return QKV_OK;
 }
 
-/* Which matrices are multiplied in int8: known from their forms, before anything is loaded. */
+/* Asks the device once for each format of a matrix, and adds up what there is to load. */
+static enum qkv_status survey_matrix(struct qkv_error *err, struct loader *loader,
+                                     enum qkv_part part, const struct qkv_stored *stored)
+{
+    (void)part;
+    loader->total_bytes += stored->n_bytes;
+    const enum qkv_format format = stored->matrix.format;
+    if (format == QKV_FORMAT_COUNT || loader->asked[format]) {
+        return QKV_OK;
+    }
+    loader->asked[format] = true;
+    const struct qkv_support_query query = {
+        .weight_format = format,
+        .k_format = QKV_KV_FORMAT_COUNT,
+        .v_format = QKV_KV_FORMAT_COUNT,
+    };
+    const struct qkv_model *model = loader->model;
+    const enum qkv_status status = model->backend->supports(err, model->device, &query);
+    return status == QKV_OK ? QKV_OK : qkv_fail_prefix(err, status, stored->matrix.name);
+}
+
+static enum qkv_status survey(struct qkv_error *err, struct loader *loader)
+{
+    if (loader->bound.n_expert_parts != 0 && loader->model->backend->moe == NULL) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "%s: experts are not in the backend %s",
+                        loader->model->config.arch, loader->model->backend->name);
+    }
+    for (size_t i = 0; i < loader->bound.n_parts; i++) {
+        const struct qkv_tensor *vector = loader->bound.parts[i].vector;
+        loader->total_bytes += vector == NULL ? 0 : vector->n_bytes;
+    }
+    return each_matrix(err, loader, survey_matrix);
+}
+
+/* Whether a matrix is multiplied in int8: known from its form, before anything is loaded. */
+static enum qkv_status count_matrix(struct qkv_error *err, struct loader *loader,
+                                    enum qkv_part part, const struct qkv_stored *stored)
+{
+    (void)err;
+    struct qkv_model *model = loader->model;
+    if (part == QKV_PART_EMBED &&
+        qkv_bound_get(&loader->bound, -1, QKV_PART_HEAD)->matrix != NULL) {
+        return QKV_OK;
+    }
+    struct qkv_form form;
+    qkv_matrix_form(&stored->matrix, &form);
+    if (is_quantized_online(loader, part)) {
+        form.code = qkv_target_code(loader->options->online);
+    }
+    model->int8.n_matrices++;
+    const struct qkv_support_query query = {
+        .weight_format = QKV_FORMAT_COUNT,
+        .int8 = &form,
+        .k_format = QKV_KV_FORMAT_COUNT,
+        .v_format = QKV_KV_FORMAT_COUNT,
+    };
+    struct qkv_error why;
+    if (model->backend->supports(&why, model->device, &query) == QKV_OK) {
+        model->int8.n_int8++;
+    }
+    return QKV_OK;
+}
+
 static enum qkv_status count_int8(struct qkv_error *err, struct loader *loader)
 {
     struct qkv_model *model = loader->model;
-    const bool tied = qkv_bound_get(&loader->bound, -1, QKV_PART_HEAD)->matrix == NULL;
-    for (size_t i = 0; i < loader->bound.n_parts; i++) {
-        const struct qkv_stored *stored = loader->bound.parts[i].matrix;
-        if (stored == NULL || (i == QKV_PART_EMBED && !tied)) {
-            continue;
-        }
-        struct qkv_form form;
-        qkv_matrix_form(&stored->matrix, &form);
-        const enum qkv_part part = (enum qkv_part)(i % QKV_PART_COUNT);
-        if (is_quantized_online(loader, part)) {
-            form.code = qkv_target_code(loader->options->online);
-        }
-        model->int8.n_matrices++;
-        const struct qkv_support_query query = {
-            .weight_format = QKV_FORMAT_COUNT,
-            .int8 = &form,
-            .k_format = QKV_KV_FORMAT_COUNT,
-            .v_format = QKV_KV_FORMAT_COUNT,
-        };
-        struct qkv_error why;
-        if (model->backend->supports(&why, model->device, &query) == QKV_OK) {
-            model->int8.n_int8++;
-        }
-    }
+    QKV_TRY(each_matrix(err, loader, count_matrix));
     if (loader->options->int8 && model->int8.n_int8 == 0) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
                         "activations in int8: none of the %d matrices is in integer codes",
@@ -537,7 +639,8 @@ static void destroy_linear(const struct qkv_model *model, struct qkv_linear_plan
 static void destroy_layer(const struct qkv_model *model, struct qkv_layer_plan *plan)
 {
     struct qkv_buffer *norms[] = {plan->attn_norm,      plan->q_norm,   plan->k_norm,
-                                  plan->attn_post_norm, plan->mlp_norm, plan->mlp_post_norm};
+                                  plan->attn_post_norm, plan->mlp_norm, plan->mlp_post_norm,
+                                  plan->select_bias};
     for (size_t i = 0; i < sizeof norms / sizeof norms[0]; i++) {
         model->backend->buffer_destroy(model->device, norms[i]);
     }
@@ -545,6 +648,16 @@ static void destroy_layer(const struct qkv_model *model, struct qkv_layer_plan *
     destroy_linear(model, &plan->out);
     destroy_linear(model, &plan->gate_up);
     destroy_linear(model, &plan->down);
+    destroy_linear(model, &plan->router);
+    const struct qkv_moe_config *moe = &model->config.moe;
+    const int32_t n_experts = moe->routing.n_experts + (moe->shared_ffn > 0);
+    for (int32_t e = 0; plan->experts != NULL && e < n_experts; e++) {
+        for (int32_t part = 0; part < QKV_EXPERT_PARTS; part++) {
+            model->backend->weight_destroy(model->device, plan->experts[e].weight[part]);
+            model->backend->buffer_destroy(model->device, plan->experts[e].bias[part]);
+        }
+    }
+    free(plan->experts);
 }
 
 static void destroy_ends(struct qkv_model *model)
@@ -564,8 +677,8 @@ static void destroy_step(struct qkv_model *model)
     for (int32_t i = 0; i < QKV_ROPES_MAX; i++) {
         model->backend->rope_destroy(model->device, model->ropes[i]);
     }
-    struct qkv_buffer *buffers[] = {model->x, model->wide, model->heads, model->branch,
-                                    model->logits};
+    struct qkv_buffer *buffers[] = {model->x,      model->wide,          model->heads,
+                                    model->branch, model->router_logits, model->logits};
     for (size_t i = 0; i < sizeof buffers / sizeof buffers[0]; i++) {
         model->backend->buffer_destroy(model->device, buffers[i]);
     }

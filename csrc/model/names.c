@@ -10,6 +10,7 @@
 #include "base/mem.h"
 #include "base/os.h"
 #include "io/name_list.h"
+#include "model/binder.h"
 #include "model/kv_scales.h"
 
 struct part_names {
@@ -85,19 +86,6 @@ void qkv_part_name(char out[QKV_TENSOR_NAME_MAX], enum qkv_part part, int32_t la
     }
 }
 
-/* Hands out tensors and remembers which. */
-struct binder {
-    const struct qkv_weights *weights;
-    const struct qkv_model_config *config;
-    const struct qkv_matrices *matrices; /* may be NULL */
-    bool *bound;                         /* [their number]: which have become a matrix */
-    struct qkv_bound_part *parts;        /* of the row that is being filled */
-    int32_t layer;
-    const struct qkv_tensor **used; /* [capacity] */
-    size_t n_used;
-    size_t capacity;
-};
-
 /* "[64, 32]" */
 static void format_shape(char *out, size_t size, int32_t n_dims, const int64_t *shape)
 {
@@ -112,10 +100,8 @@ static void format_shape(char *out, size_t size, int32_t n_dims, const int64_t *
 }
 
 static enum qkv_status check_shape(struct qkv_error *err, const struct qkv_tensor *tensor,
-                                   int64_t rows, int64_t cols)
+                                   int32_t n_wanted, const int64_t *wanted)
 {
-    const int64_t wanted[2] = {rows, cols};
-    const int32_t n_wanted = cols == 0 ? 1 : 2;
     bool same = tensor->n_dims == n_wanted;
     for (int32_t i = 0; same && i < n_wanted; i++) {
         same = tensor->shape[i] == wanted[i];
@@ -131,30 +117,33 @@ static enum qkv_status check_shape(struct qkv_error *err, const struct qkv_tenso
                     there, expected);
 }
 
-static enum qkv_status mark_used(struct qkv_error *err, struct binder *binder,
-                                 const struct qkv_tensor *tensor)
+enum qkv_status qkv_bind_tensor(struct qkv_error *err, struct binder *binder,
+                                const struct qkv_tensor *tensor, int32_t n_dims,
+                                const int64_t *shape)
 {
-    if (binder->n_used == binder->capacity) {
-        return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: used twice", tensor->name);
+    if (n_dims != 0) {
+        QKV_TRY(check_shape(err, tensor, n_dims, shape));
     }
-    binder->used[binder->n_used++] = tensor;
+    binder->used[tensor - qkv_weights_at(binder->weights, 0)] = true;
     return QKV_OK;
 }
 
-/* A matrix [rows, cols] into *part, left as it is if there is none. */
-static enum qkv_status bind_matrix(struct qkv_error *err, struct binder *binder, const char *name,
-                                   int64_t rows, int64_t cols, struct qkv_bound_part *part)
+enum qkv_status qkv_bind_matrix(struct qkv_error *err, struct binder *binder, const char *name,
+                                int32_t n_stacked, int64_t rows, int64_t cols,
+                                struct qkv_stored **out)
 {
     const struct qkv_tensor *tensor = qkv_weights_find(binder->weights, name);
     const ptrdiff_t index =
         binder->matrices == NULL ? -1 : qkv_matrices_find(binder->matrices, name);
     struct qkv_stored stored;
     if (index >= 0) {
-        QKV_TRY(qkv_stored_described(err, binder->matrices, (size_t)index, binder->weights, rows,
-                                     cols, &stored));
+        QKV_TRY(qkv_stored_described(err, binder->matrices, (size_t)index, binder->weights,
+                                     (n_stacked == 0 ? 1 : n_stacked) * rows, cols, &stored));
         binder->bound[index] = true;
     } else if (tensor != NULL) {
-        QKV_TRY(check_shape(err, tensor, rows, cols));
+        const int64_t shape[3] = {n_stacked, rows, cols};
+        const int32_t n_dims = n_stacked != 0 ? 3 : rows == 1 && tensor->n_dims == 1 ? 1 : 2;
+        QKV_TRY(check_shape(err, tensor, n_dims, shape + 3 - n_dims));
         QKV_TRY(qkv_stored_plain(err, tensor, &stored));
     } else {
         return QKV_OK;
@@ -165,10 +154,10 @@ static enum qkv_status bind_matrix(struct qkv_error *err, struct binder *binder,
         qkv_stored_free(&stored);
         return status;
     }
-    part->matrix = block;
-    *part->matrix = stored;
+    *out = block;
+    **out = stored;
     for (int32_t i = 0; i < stored.n_tensors; i++) {
-        QKV_TRY(mark_used(err, binder, stored.tensors[i]));
+        QKV_TRY(qkv_bind_tensor(err, binder, stored.tensors[i], 0, NULL));
     }
     return QKV_OK;
 }
@@ -197,13 +186,14 @@ static enum qkv_status bind_optional(struct qkv_error *err, struct binder *binde
         return QKV_OK;
     }
     if (cols != 0) {
-        return name_heads(err, binder->config, part,
-                          bind_matrix(err, binder, name, rows, cols, &binder->parts[part]));
+        return name_heads(
+            err, binder->config, part,
+            qkv_bind_matrix(err, binder, name, 0, rows, cols, &binder->parts[part].matrix));
     }
     const struct qkv_tensor *tensor = qkv_weights_find(binder->weights, name);
     if (tensor != NULL) {
-        QKV_TRY(name_heads(err, binder->config, part, check_shape(err, tensor, rows, 0)));
-        QKV_TRY(mark_used(err, binder, tensor));
+        QKV_TRY(
+            name_heads(err, binder->config, part, qkv_bind_tensor(err, binder, tensor, 1, &rows)));
     }
     binder->parts[part].vector = tensor;
     return QKV_OK;
@@ -274,7 +264,9 @@ static enum qkv_status bind_layer(struct qkv_error *err, struct binder *binder)
     const int64_t q = (int64_t)config->n_heads * config->head_dim;
     const int64_t kv = (int64_t)config->n_kv_heads * config->head_dim;
     const bool fused = config->fused_qkv;
-    const bool fused_mlp = config->fused_gate_up;
+    const bool dense = !config->layers[binder->layer].sparse;
+    const bool fused_mlp = dense && config->fused_gate_up;
+    const bool split_mlp = dense && !config->fused_gate_up;
     const struct {
         enum qkv_part part;
         int64_t rows, cols;
@@ -295,14 +287,14 @@ static enum qkv_status bind_layer(struct qkv_error *err, struct binder *binder)
         {QKV_PART_OUT_BIAS, hidden, 0, config->out_bias},
         {QKV_PART_ATTN_POST_NORM, hidden, 0, config->post_norms},
         {QKV_PART_MLP_NORM, hidden, 0, true},
-        {QKV_PART_GATE, ffn, hidden, !fused_mlp},
-        {QKV_PART_GATE_BIAS, ffn, 0, !fused_mlp && config->mlp_bias},
-        {QKV_PART_UP, ffn, hidden, !fused_mlp},
-        {QKV_PART_UP_BIAS, ffn, 0, !fused_mlp && config->mlp_bias},
+        {QKV_PART_GATE, ffn, hidden, split_mlp},
+        {QKV_PART_GATE_BIAS, ffn, 0, split_mlp && config->mlp_bias},
+        {QKV_PART_UP, ffn, hidden, split_mlp},
+        {QKV_PART_UP_BIAS, ffn, 0, split_mlp && config->mlp_bias},
         {QKV_PART_GATE_UP, 2 * ffn, hidden, fused_mlp},
         {QKV_PART_GATE_UP_BIAS, 2 * ffn, 0, fused_mlp && config->mlp_bias},
-        {QKV_PART_DOWN, hidden, ffn, true},
-        {QKV_PART_DOWN_BIAS, hidden, 0, config->mlp_bias},
+        {QKV_PART_DOWN, hidden, ffn, dense},
+        {QKV_PART_DOWN_BIAS, hidden, 0, dense && config->mlp_bias},
         {QKV_PART_MLP_POST_NORM, hidden, 0, config->post_norms},
     };
     for (size_t i = 0; i < sizeof needs / sizeof needs[0]; i++) {
@@ -310,7 +302,7 @@ static enum qkv_status bind_layer(struct qkv_error *err, struct binder *binder)
             QKV_TRY(bind(err, binder, needs[i].part, needs[i].rows, needs[i].cols));
         }
     }
-    return QKV_OK;
+    return dense ? QKV_OK : qkv_bind_experts(err, binder);
 }
 
 /* Constants that old versions of transformers saved; they follow from the config. */
@@ -328,23 +320,13 @@ static bool is_kv_scale(const struct binder *binder, const char *name)
            qkv_kv_scale_named(name);
 }
 
-static int compare_pointers(const void *a, const void *b)
+static enum qkv_status check_left_over(struct qkv_error *err, const struct binder *binder)
 {
-    const uintptr_t x = (uintptr_t)*(const struct qkv_tensor *const *)a;
-    const uintptr_t y = (uintptr_t)*(const struct qkv_tensor *const *)b;
-    return x < y ? -1 : x > y;
-}
-
-static enum qkv_status check_left_over(struct qkv_error *err, struct binder *binder)
-{
-    qsort(binder->used, binder->n_used, sizeof *binder->used, compare_pointers);
     const char *first = NULL;
     size_t n_left = 0;
     for (size_t i = 0; i < qkv_weights_count(binder->weights); i++) {
         const struct qkv_tensor *tensor = qkv_weights_at(binder->weights, i);
-        if (is_derived(tensor->name) || is_kv_scale(binder, tensor->name) ||
-            (binder->n_used != 0 && bsearch(&tensor, binder->used, binder->n_used,
-                                            sizeof *binder->used, compare_pointers) != NULL)) {
+        if (binder->used[i] || is_derived(tensor->name) || is_kv_scale(binder, tensor->name)) {
             continue;
         }
         first = n_left++ == 0 ? tensor->name : first;
@@ -376,6 +358,8 @@ static enum qkv_status bind_all(struct qkv_error *err, struct binder *binder,
     for (int32_t layer = -1; layer < binder->config->n_layers; layer++) {
         binder->layer = layer;
         binder->parts = bound->parts + (size_t)(layer + 1) * QKV_PART_COUNT;
+        binder->experts = bound->experts + (size_t)(layer < 0 ? 0 : layer) *
+                                               (size_t)bound->layer_experts * QKV_EXPERT_PARTS;
         QKV_TRY(layer < 0 ? bind_top(err, binder) : bind_layer(err, binder));
     }
     QKV_TRY(check_described(err, binder));
@@ -385,12 +369,35 @@ static enum qkv_status bind_all(struct qkv_error *err, struct binder *binder,
 static enum qkv_status create_binder(struct qkv_error *err, struct binder *binder)
 {
     const size_t n = binder->matrices == NULL ? 0 : qkv_matrices_count(binder->matrices);
-    binder->capacity = qkv_weights_count(binder->weights);
     void *block;
-    QKV_TRY(qkv_calloc(err, binder->capacity + 1, sizeof *binder->used, &block));
+    QKV_TRY(qkv_calloc(err, qkv_weights_count(binder->weights) + 1, sizeof *binder->used, &block));
     binder->used = block;
     QKV_TRY(qkv_calloc(err, n + 1, sizeof *binder->bound, &block));
     binder->bound = block;
+    return QKV_OK;
+}
+
+static enum qkv_status create_bound(struct qkv_error *err, const struct qkv_model_config *config,
+                                    struct qkv_bound *out)
+{
+    const int32_t n_experts = config->moe.routing.n_experts;
+    const size_t n_layers = (size_t)config->n_layers;
+    struct qkv_bound bound = {
+        .n_parts = (n_layers + 1) * QKV_PART_COUNT,
+        .layer_experts = n_experts == 0 ? 0 : n_experts + (config->moe.shared_ffn > 0),
+    };
+    bound.n_expert_parts = n_layers * (size_t)bound.layer_experts * QKV_EXPERT_PARTS;
+    void *block;
+    QKV_TRY(qkv_calloc(err, bound.n_parts, sizeof *bound.parts, &block));
+    bound.parts = block;
+    const enum qkv_status status =
+        qkv_calloc(err, bound.n_expert_parts + 1, sizeof *bound.experts, &block);
+    if (status != QKV_OK) {
+        free(bound.parts);
+        return status;
+    }
+    bound.experts = block;
+    *out = bound;
     return QKV_OK;
 }
 
@@ -405,10 +412,8 @@ enum qkv_status qkv_bind_model(struct qkv_error *err, const struct qkv_weights *
     struct qkv_kv_scales kv_scales;
     QKV_TRY(qkv_kv_scales_read(err, weights, config, &kv_scales));
     qkv_kv_scales_free(&kv_scales); /* here they only have to be sound */
-    struct qkv_bound bound = {.n_parts = ((size_t)config->n_layers + 1) * QKV_PART_COUNT};
-    void *parts = NULL;
-    QKV_TRY(qkv_calloc(err, bound.n_parts, sizeof *bound.parts, &parts));
-    bound.parts = parts;
+    struct qkv_bound bound;
+    QKV_TRY(create_bound(err, config, &bound));
     struct binder binder = {.weights = weights, .config = config, .matrices = matrices};
     enum qkv_status status = create_binder(err, &binder);
     if (status == QKV_OK) {
@@ -424,14 +429,23 @@ enum qkv_status qkv_bind_model(struct qkv_error *err, const struct qkv_weights *
     return QKV_OK;
 }
 
+static void free_stored(struct qkv_stored *stored)
+{
+    if (stored != NULL) {
+        qkv_stored_free(stored);
+        free(stored);
+    }
+}
+
 void qkv_bound_free(struct qkv_bound *bound)
 {
     for (size_t i = 0; i < bound->n_parts; i++) {
-        if (bound->parts[i].matrix != NULL) {
-            qkv_stored_free(bound->parts[i].matrix);
-            free(bound->parts[i].matrix);
-        }
+        free_stored(bound->parts[i].matrix);
+    }
+    for (size_t i = 0; i < bound->n_expert_parts; i++) {
+        free_stored(bound->experts[i].matrix);
     }
     free(bound->parts);
+    free(bound->experts);
     *bound = (struct qkv_bound){0};
 }

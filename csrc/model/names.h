@@ -44,8 +44,16 @@ enum qkv_part {
     QKV_PART_DOWN,
     QKV_PART_DOWN_BIAS,
     QKV_PART_MLP_POST_NORM,
+    /* of a layer with experts: names_moe.c has the names */
+    QKV_PART_ROUTER,
+    QKV_PART_ROUTER_BIAS,
+    QKV_PART_SHARED_GATE, /* [1, hidden]: how much of the shared expert */
+    QKV_PART_SHARED_GATE_BIAS,
+    QKV_PART_SELECT_BIAS,
     QKV_PART_COUNT
 };
+
+enum { QKV_EXPERT_PARTS = 3 }; /* gate, up, down */
 
 enum { QKV_TENSOR_NAME_MAX = 128 };
 
@@ -68,16 +76,33 @@ struct qkv_bound_part {
     struct qkv_stored *matrix; /* owned */
 };
 
+/* A matrix of an expert; its bias is elements first, first + step, ... of a tensor for all. */
+struct qkv_bound_expert {
+    struct qkv_stored *matrix; /* owned */
+    const struct qkv_tensor *bias;
+    int64_t bias_first, bias_step;
+};
+
 /* The parts of a model. Row 0 holds the model's own, row 1 + i those of layer i. */
 struct qkv_bound {
     struct qkv_bound_part *parts; /* [n_parts]: (1 + n_layers) * QKV_PART_COUNT */
     size_t n_parts;
+    struct qkv_bound_expert *experts; /* [n_expert_parts]: by layer, expert, QKV_EXPERT_PARTS */
+    size_t n_expert_parts;            /* the shared one is a layer's last; 0: no experts */
+    int32_t layer_experts;            /* of a layer */
 };
 
 static inline const struct qkv_bound_part *qkv_bound_get(const struct qkv_bound *bound,
                                                          int32_t layer, enum qkv_part part)
 {
     return &bound->parts[(size_t)(layer + 1) * QKV_PART_COUNT + (size_t)part];
+}
+
+static inline const struct qkv_bound_expert *
+qkv_bound_expert(const struct qkv_bound *bound, int32_t layer, int32_t expert, int32_t part)
+{
+    const size_t index = (size_t)layer * (size_t)bound->layer_experts + (size_t)expert;
+    return &bound->experts[index * QKV_EXPERT_PARTS + (size_t)part];
 }
 
 /* Binds every tensor that `config` calls for and proves that no other is there. `matrices`

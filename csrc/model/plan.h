@@ -25,6 +25,9 @@ struct qkv_layer_plan {
     struct qkv_buffer *mlp_norm;
     struct qkv_linear_plan gate_up;
     struct qkv_linear_plan down;
+    struct qkv_linear_plan router;  /* of a sparse layer: then the gate of the shared expert */
+    struct qkv_buffer *select_bias; /* of the router */
+    struct qkv_expert *experts;     /* [n_experts + n_shared], NULL: a dense layer */
     struct qkv_buffer *mlp_post_norm;
 };
 
@@ -48,9 +51,10 @@ struct qkv_model {
     struct qkv_layer_plan *layers; /* [config.n_layers] */
 
     /* Buffers of a step, f32. */
-    struct qkv_buffer *x;     /* [max_rows, hidden]: the residual stream */
-    struct qkv_buffer *wide;  /* [max_rows, max(q + k + v, 2 * ffn)]: q, k, v, then gate and up */
-    struct qkv_buffer *heads; /* [max_rows, n_heads * head_dim]: what attention returns */
+    struct qkv_buffer *x;    /* [max_rows, hidden]: the residual stream */
+    struct qkv_buffer *wide; /* [max_rows, max(q + k + v, 2 * ffn)]: q, k, v, then gate and up */
+    struct qkv_buffer *router_logits; /* [max_rows, n_experts + shared_gate] or NULL */
+    struct qkv_buffer *heads;         /* [max_rows, n_heads * head_dim]: what attention returns */
     struct qkv_buffer
         *branch; /* [max_rows, hidden]: a block's output before its post-norm, or NULL */
     struct qkv_buffer *logits; /* [max_logit_rows, vocab] */

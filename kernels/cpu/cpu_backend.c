@@ -295,6 +295,7 @@ static const struct qkv_backend cpu_backend = {
     .begin = begin_batch,
     .embed = qkv_cpu_embed,
     .linear = qkv_cpu_linear,
+    .moe = qkv_cpu_moe,
     .attention = qkv_cpu_attention,
     .norm_add = qkv_cpu_norm_add,
     .sample = qkv_cpu_sample,

@@ -1,5 +1,5 @@
 /* What the files of the CPU backend share: the device, its buffers, its scratch memory.
- * cpu_backend.c fills the vtable; cpu_weight.c, cpu_linear.c, cpu_attention.c, cpu_kv.c,
+ * cpu_backend.c fills the vtable; cpu_weight.c, cpu_linear.c, cpu_moe.c, cpu_attention.c, cpu_kv.c,
  * cpu_sample.c and cpu_score.c hold the operations: each cuts its work over threads and calls the
  * instruction set's table. */
 #ifndef QKV_CPU_CPU_DEVICE_H
@@ -25,6 +25,9 @@ enum qkv_cpu_scratch {
     QKV_SCRATCH_LINEAR_X, /* packed activations of cpu_linear.c */
     QKV_SCRATCH_LINEAR_SUM,
     QKV_SCRATCH_LINEAR_Y,
+    QKV_SCRATCH_MOE_PLAN, /* of cpu_moe.c: who goes where, and the products */
+    QKV_SCRATCH_MOE_INNER,
+    QKV_SCRATCH_MOE_OUT,
     QKV_SCRATCH_ATTENTION, /* per-thread work areas of cpu_attention.c */
     QKV_SCRATCH_ATTENTION_PLAN,
     QKV_SCRATCH_SAMPLE,
@@ -74,6 +77,10 @@ enum qkv_status qkv_cpu_norm_add(struct qkv_error *err, struct qkv_device *dev,
                                  struct qkv_buffer *x, const struct qkv_buffer *y,
                                  const struct qkv_buffer *norm, float eps, int32_t n_rows,
                                  int32_t dim);
+
+/* cpu_moe.c */
+enum qkv_status qkv_cpu_moe(struct qkv_error *err, struct qkv_device *dev,
+                            const struct qkv_moe *args);
 
 /* cpu_kv.c: pools and ropes */
 enum qkv_status qkv_cpu_rope_create(struct qkv_error *err, struct qkv_device *dev,

@@ -78,6 +78,9 @@ struct qkv_cpu_gemm_ops {
                      float scale, float *scratch);
     /* x += y * scale * norm */
     void (*norm_add)(float *x, const float *y, const float *norm, float scale, int32_t n);
+    /* y += sum over i of weights[i] * rows[i], the sum from i = 0 on */
+    void (*weighted_add)(float *y, const float *const *rows, const float *weights, int32_t n_rows,
+                         int32_t n);
     /* Columns of panels [begin, end) for all rows. `scratch`: scratch_bytes(n_rows), 64-aligned. */
     void (*gemm)(const struct qkv_cpu_gemm *args, int32_t begin, int32_t end, void *scratch);
     size_t (*scratch_bytes)(int32_t n_rows);

@@ -52,6 +52,7 @@ static const struct qkv_backend table = {
     qkv_cuda_begin,
     qkv_cuda_embed,
     qkv_cuda_linear,
+    nullptr, /* moe: models with experts are refused */
     qkv_cuda_attention,
     qkv_cuda_norm_add,
     qkv_cuda_sample,
@@ -59,7 +60,7 @@ static const struct qkv_backend table = {
     qkv_cuda_divergence,
     qkv_cuda_sync,
 };
-static_assert(sizeof table == (2 + 31) * sizeof(void *), "backend.h has another function");
+static_assert(sizeof table == (2 + 32) * sizeof(void *), "backend.h has another function");
 
 extern "C" __attribute__((visibility("default"))) const struct qkv_backend *qkv_cuda_backend(void)
 {

@@ -537,8 +537,8 @@ static void test_broken_gguf(void)
     CHECK_ERROR(read_gguf_config(&err, 32, &config), err, QKV_ERR_CHECKPOINT,
                 "general.architecture is missing");
 
-    start_gguf("llama", 1);
-    put_u32_entry(&writer, "llama.expert_count", 8);
+    start_gguf("qwen2", 1);
+    put_u32_entry(&writer, "qwen2.expert_count", 8);
     CHECK_ERROR(read_gguf_config(&err, 32, &config), err, QKV_ERR_UNSUPPORTED, "expert_count: 8");
 
     start_gguf("llama", 1);

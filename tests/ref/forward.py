@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ref import experts
+
 Array = NDArray[Any]
 Config = Mapping[str, Any]
 
@@ -231,11 +233,14 @@ def logits(
         h = project(p + "self_attn.o_proj", h.reshape(n, -1))
         x = x + (norm(p + after_attention, h) if after_attention else h)
         h = norm(p + before_mlp, x)
-        if p + "mlp.gate_up_proj.weight" in w:
-            gate, up = np.split(project(p + "mlp.gate_up_proj", h), 2, axis=-1)
+        if experts.is_sparse(config, i):
+            h = experts.block(config, i, h, project, lambda x: activation(act, x))
         else:
-            gate, up = project(p + "mlp.gate_proj", h), project(p + "mlp.up_proj", h)
-        h = project(p + "mlp.down_proj", activation(act, gate) * up)
+            if p + "mlp.gate_up_proj.weight" in w:
+                gate, up = np.split(project(p + "mlp.gate_up_proj", h), 2, axis=-1)
+            else:
+                gate, up = project(p + "mlp.gate_proj", h), project(p + "mlp.up_proj", h)
+            h = project(p + "mlp.down_proj", activation(act, gate) * up)
         x = x + (norm(p + after_mlp, h) if after_mlp else h)
 
     def head(w: Mapping[str, Array], x: Array) -> Array:

@@ -2,7 +2,7 @@
 
 Needs NumPy only. The weights are random, the tokenizer is a real byte-level BPE (trained on the few
 sentences below), so that text goes in and out. From the command line:
-`python tests/ref/make_tiny.py llama FOLDER`.
+`python -m ref.make_tiny llama FOLDER`, in tests.
 
 Layouts: safetensors (8-byte header length, JSON, bytes) and GGUF v3 as ggml's docs/gguf.md has it.
 """
@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ref import experts
+
 F32 = NDArray[np.float32]
 Config = dict[str, Any]
 
@@ -34,6 +36,9 @@ ARCHS = {
     "glm4": ("Glm4ForCausalLM", "glm4"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "mixtral": ("MixtralForCausalLM", "mixtral"),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
 }
 GGUF_TYPES = {
     "F32": (0, 1, 4),
@@ -149,6 +154,7 @@ def make_config(arch: str, **overrides: Any) -> Config:
             "rope_theta": 1000000.0,
             "rope_local_base_freq": 10000.0,
         }
+    config |= experts.CONFIGS.get(arch, {})
     config |= overrides
     return config
 
@@ -188,8 +194,9 @@ def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, ffn, vocab = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
     dim = head_dim(config)
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    qkv_bias = name == "Qwen2ForCausalLM" or config.get("attention_bias", False)
-    no_out_bias = ("Qwen2ForCausalLM", "Glm4ForCausalLM")
+    qwen2 = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
+    qkv_bias = name in qwen2 or config.get("attention_bias", False)
+    no_out_bias = (*qwen2, "Glm4ForCausalLM")
     out_bias = name not in no_out_bias and config.get("attention_bias", False)
     parts = [("q", q), ("k", kv), ("v", kv)]
     mlp = [("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))]
@@ -205,7 +212,7 @@ def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield p + f"self_attn.{proj}_proj.weight", (n, hidden)
             if qkv_bias:
                 yield p + f"self_attn.{proj}_proj.bias", (n,)
-        if name in ("Qwen3ForCausalLM", "Gemma3ForCausalLM"):
+        if name in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"):
             yield p + "self_attn.q_norm.weight", (dim,)
             yield p + "self_attn.k_norm.weight", (dim,)
         yield p + "self_attn.o_proj.weight", (hidden, q)
@@ -218,6 +225,9 @@ def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
         if name == "Glm4ForCausalLM":
             yield p + "post_self_attn_layernorm.weight", (hidden,)
             yield p + "post_mlp_layernorm.weight", (hidden,)
+        if experts.is_sparse(config, i):
+            yield from experts.shapes(config, i)
+            continue
         for proj, shape in mlp:
             yield p + f"mlp.{proj}_proj.weight", shape
             if config.get("mlp_bias", False):
@@ -435,7 +445,7 @@ def gguf_name(name: str, arch: str) -> str:
         return f"{names[stem]}.{kind}"
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
     assert match is not None, name
-    return f"blk.{match[1]}.{names[match[2]]}.{kind}"
+    return f"blk.{match[1]}.{names.get(match[2]) or experts.gguf_name(match[2])}.{kind}"
 
 
 def permute_rows(values: F32, n_heads: int) -> F32:
@@ -481,7 +491,7 @@ def llama3_factors(config: Config) -> F32:
 
 
 def gguf_metadata(arch: str, config: Config, with_tokenizer: bool) -> dict[str, Any]:
-    a = "llama" if arch == "mistral" else arch
+    a = "llama" if arch in ("mistral", "mixtral") else arch.replace("_moe", "moe")
     meta: dict[str, Any] = {
         "general.architecture": a,
         "general.name": f"tiny {arch}",
@@ -502,6 +512,7 @@ def gguf_metadata(arch: str, config: Config, with_tokenizer: bool) -> dict[str, 
     if arch == "gemma2":
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             meta[f"{a}.{key}"] = float(config[key])
+    meta |= {f"{a}.{key}": value for key, value in experts.gguf_metadata(config).items()}
     scaling = config.get("rope_scaling")
     kind = scaling.get("rope_type", scaling.get("type")) if scaling else None
     if scaling and kind == "longrope":
@@ -575,8 +586,9 @@ def write_gguf(
     for name, made in make_tensors(config, seed).items():
         target = gguf_name(name, arch)
         values = made + 1 if gemma and made.ndim == 1 else made
+        values = values[0] if target.endswith("ffn_gate_inp_shexp.weight") else values
         heads = 0
-        if arch in ("llama", "mistral") and re.search(r"\.attn_[qk]\.", target):
+        if arch in ("llama", "mistral", "mixtral") and re.search(r"\.attn_[qk]\.", target):
             which = "num_attention_heads" if ".attn_q." in target else "num_key_value_heads"
             heads = config[which]
             values = permute_rows(values, heads)
@@ -592,7 +604,7 @@ def write_gguf(
         if heads:
             pairs = back.reshape(heads, -1, 2, *back.shape[1:])
             back = np.ascontiguousarray(pairs.swapaxes(1, 2), dtype=np.float32).reshape(back.shape)
-        stored[name] = back - 1 if gemma and back.ndim == 1 else back
+        stored[name] = (back - 1 if gemma and back.ndim == 1 else back).reshape(made.shape)
     scaling = config.get("rope_scaling")
     rope = scaling.get("rope_type", scaling.get("type")) if scaling else None
     extra: dict[str, F32] = {}
@@ -604,7 +616,8 @@ def write_gguf(
     for stem, factors in extra.items():
         entries.append((f"{stem}.weight", factors.shape, "F32", factors.tobytes()))
     with_tokenizer = tokenizer and config["vocab_size"] >= 256 + len(SPECIALS)
-    write_gguf_file(Path(path), gguf_metadata(arch, config, with_tokenizer), entries)
+    meta = gguf_metadata(arch, config, with_tokenizer)
+    write_gguf_file(Path(path), meta, experts.stacked(entries))
     return Tiny(config, stored)
 
 
