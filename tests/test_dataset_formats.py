@@ -346,6 +346,27 @@ def test_parts_that_do_not_fit(engine: qkv.Engine, tmp_path: Path) -> None:
         dataset.merge([zero, one], out)
 
 
+def test_a_part_that_is_damaged(engine: qkv.Engine, tmp_path: Path) -> None:
+    part, out = tmp_path / "part.jsonl", tmp_path / "all.jsonl"
+    qkv.run_dataset(engine, ["a", "b"], part, GREEDY, progress=False)
+    about = Path(f"{part}.qkv")
+    whole = about.read_bytes()
+    done = b'{"kind": "done", "rows": 2, "input_rows": 2, "input": ""}'
+    for header in ({}, {"settings": {}}, {"settings": {"shard": 5}}, {"settings": {"shard": [0]}}):
+        first = json.dumps({"format": sink.FORMAT, **header}).encode()
+        about.write_bytes(first + b"\n" + done + b"\n")
+        with pytest.raises(qkv.Error, match=r"part\.jsonl\.qkv: not"):
+            dataset.merge([part], out)
+    about.write_bytes(whole.splitlines(keepends=True)[0] + b'{"kind": "done"}\n')
+    with pytest.raises(qkv.Error, match=r"part\.jsonl\.qkv: not what a run"):
+        dataset.merge([part], out)
+    about.write_bytes(whole)
+    part.rename(tmp_path / "moved.jsonl")
+    with pytest.raises(qkv.Error, match=r"part\.jsonl: is not there any more"):
+        dataset.merge([part], out)
+    assert not out.exists()
+
+
 # ---- the index -------------------------------------------------------------------------------
 
 

@@ -50,7 +50,17 @@ def _finished(sink: Sink) -> tuple[dict[str, Any], dict[str, Any]]:
     records = sink.about()
     if not records or records[-1].get("kind") != "done":
         raise Error(f"{sink.path}: was not finished; run the same command again first")
-    return records[0], records[-1]
+    if not sink.rows_path.is_file():
+        raise Error(f"{sink.rows_path}: is not there any more; its rows are those of this part")
+    header, done = records[0], records[-1]
+    try:
+        _, n = header["settings"]["shard"]
+        sound = n >= 1 and {"rows", "input_rows", "input"} <= {*done}
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise Error(f"{sink.about_path}: not what a run of this version wrote: damaged")
+    return header, done
 
 
 def _check_together(
