@@ -243,3 +243,13 @@ def test_reasons(engine: qkv.Engine) -> None:
         with pytest.raises(ValueError, match=words):
             params(kind, given)
     assert answer(engine, params("json", True, max_tokens=5)).text
+
+
+def test_a_form_of_which_nothing_is_left(engine: qkv.Engine) -> None:
+    given = params("regex", "[ab]c", temperature=1.0)
+    barred = engine.tokenizer.encode("c", add_special_tokens=False)
+    for more in ({"bad_words": [barred]}, {"logit_bias": {barred[0]: float("-inf")}}):
+        (output,) = engine.generate([PROMPT], given.with_(**more), progress=False)
+        assert output.error == (
+            "structured output: logit_bias and bad_words forbid every token that may come next"
+        )

@@ -153,6 +153,8 @@ def _reason(matcher: Any) -> str:
     if not matcher.is_error():
         return ""
     reason = str(matcher.get_error()).partition("<state>")[0].rstrip()
+    if "doesn't satisfy the grammar" in reason:  # the engine samples among what the mask allows
+        return "logit_bias and bad_words forbid every token that may come next"
     return "nothing satisfies it" if reason == "NoExtensionBias" else reason
 
 
