@@ -497,3 +497,22 @@ def test_core_simulate_refuses(
 def test_core_simulate_needs_its_pool() -> None:
     with pytest.raises(TypeError, match="kv_tokens and max_running"):
         _core.simulate(GOOD, max_running=1)  # type: ignore[call-arg]
+
+
+def test_a_plot_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was measured is said first."""
+    pytest.importorskip("matplotlib")
+    command = ["bench", config_file(tmp_path), "--simulate", "--pool", "4096", "--bandwidth", "300",
+        "--tflops", "60", "--users", "1", "--seeds", "1", "--no-progress", "--json"]  # fmt: skip
+    for name in ("none/x.png", "x.bogus"):
+        assert cli.main([*command, "--plot", str(tmp_path / name)]) == 2
+        said = capsys.readouterr()
+        assert json.loads(said.out)["sweep"] == "concurrency"
+        assert said.err.startswith(f"qkv: --plot {tmp_path / name}: ")
+
+
+@pytest.mark.parametrize("name", ["kv_cache_dtypes", "quantizations"])
+def test_a_format_twice(name: str) -> None:
+    given: Any = {"kv_cache_dtypes": ["bf16", "bf16"], "quantizations": [None, None]}[name]
+    with pytest.raises(ValueError, match=f"{name}=.*: one is there twice"):
+        bench(QWEN3_8B, pool_tokens=[4096], seeds=1, **{name: given})

@@ -51,6 +51,10 @@ def choices(kv_cache_dtypes: Any, quantizations: Any, model: Source) -> list[Cho
         check_quantization(kind, None)
     given = _listed("kv_cache_dtypes", kv_cache_dtypes)
     names = list(planner.kv_bytes(given, model.shape))
+    if len(names) < len(given):
+        raise ValueError(f"kv_cache_dtypes={given!r:.60}: one is there twice")
+    if len(set(kinds)) < len(kinds):
+        raise ValueError(f"quantizations={kinds!r:.60}: one is there twice")
     found = []
     for kind in kinds:
         for name, dtype in zip(names, given, strict=True):

@@ -88,9 +88,13 @@ def _machine_options(parser: argparse.ArgumentParser) -> None:
 
 def _bench(args: argparse.Namespace) -> int:
     found = qkv.bench(args.model, args.sweep, **_arguments(args))
+    code = show(args, found.to_dict, found)  # first: a plot that cannot be written loses nothing
     if args.plot is not None:
-        found.plot().savefig(args.plot)
-    return show(args, found.to_dict, found)
+        try:
+            found.plot().savefig(args.plot)
+        except (OSError, ValueError) as error:
+            raise Problem(f"--plot {args.plot}: {error}") from error
+    return code
 
 
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:
