@@ -352,7 +352,13 @@ def test_a_part_that_is_damaged(engine: qkv.Engine, tmp_path: Path) -> None:
     about = Path(f"{part}.qkv")
     whole = about.read_bytes()
     done = b'{"kind": "done", "rows": 2, "input_rows": 2, "input": ""}'
-    for header in ({}, {"settings": {}}, {"settings": {"shard": 5}}, {"settings": {"shard": [0]}}):
+    headers: list[dict[str, Any]] = [
+        {},
+        {"settings": {}},
+        {"settings": {"shard": 5}},
+        {"settings": {"shard": [0]}},
+    ]
+    for header in headers:
         first = json.dumps({"format": sink.FORMAT, **header}).encode()
         about.write_bytes(first + b"\n" + done + b"\n")
         with pytest.raises(qkv.Error, match=r"part\.jsonl\.qkv: not"):
