@@ -94,6 +94,7 @@ def test_tokens_with_weights_in_codes(
     compare(path, cuda_emulated, "bf16", margin=margin, **options)
 
 
+@pytest.mark.slow
 def test_same_bits_in_any_batch(tiny: Callable[..., Path], cuda_emulated: str) -> None:
     """Together with others, cut into small chunks, out of a reused prefix: the same bits."""
     path = tiny("gemma3")

@@ -187,7 +187,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+@pytest.mark.parametrize("arch", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_same_bits_whatever_the_batch(tiny: Callable[..., Path], arch: str) -> None:
     a, b = (tiny(arch, seed=seed) for seed in (1, 2))
     requests = mixed_requests(32, 512, seed=7)

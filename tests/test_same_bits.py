@@ -155,8 +155,12 @@ def other_settings() -> list[Any]:
     out += [(arch, {"compute_dtype": "float32"}) for arch in ("llama", "gemma3")]
     usable = [name for name, is_usable in _core.isas() if is_usable]
     out += [("mistral", {"isa": name}) for name in usable[1:]]  # the best one is the default
-    slow = pytest.mark.slow
-    return [pytest.param(*row, marks=slow if "scalar" in str(row) else ()) for row in out]
+    # Not under sanitizers: the code is that of the others, and they take their time.
+    slow = {"scalar", "phi3", "glm4", "gemma2", "float32"}
+    return [
+        pytest.param(*row, marks=pytest.mark.slow if any(s in str(row) for s in slow) else ())
+        for row in out
+    ]
 
 
 @pytest.mark.parametrize(("arch", "options"), other_settings(), ids=str)

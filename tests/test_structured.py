@@ -95,6 +95,7 @@ def test_the_choice_is_the_likelier_one(engine: qkv.Engine) -> None:
         assert found.logprobs[0] == np.float32(top[first])
 
 
+@pytest.mark.slow
 def test_same_in_any_batch(tiny: Callable[..., Path]) -> None:
     """Next to free rows, with retractions, several samples, other chunks."""
     rows: list[Any] = []
@@ -216,6 +217,7 @@ def test_many_choices(engine: qkv.Engine) -> None:
     assert len(seen) > 4
 
 
+@pytest.mark.slow
 def test_a_lexer_that_others_used_up(engine: qkv.Engine) -> None:
     """Sequences of a form share the bounds of its lexer: none is to feel the others."""
     spec = {"regex": "(a{1000}){1000}"}  # the first step of one takes all that there is
