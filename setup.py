@@ -95,6 +95,7 @@ def headers() -> list[str]:
 # ---- CUDA: one library of its own, with its own copy of the C files that it needs ----
 
 CUDA_HOST = [
+    "csrc/backend/contract.c",
     *("csrc/base/log.c", "csrc/base/mem.c", "csrc/base/os_posix.c", "csrc/base/status.c"),
     *("csrc/base/threads.c", "csrc/kv/kv_formats.c", "csrc/quant/codec.c"),
     *("csrc/quant/codec_iq.c", "csrc/quant/formats.c", "csrc/quant/matrix.c"),

@@ -1,10 +1,10 @@
 /* The CPU backend's table: device, buffers, the current batch. Operations: see cpu_device.h. */
-#include <inttypes.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "backend/contract.h"
 #include "base/mem.h"
 #include "cpu_device.h"
 #include "dispatch.h"
@@ -208,49 +208,11 @@ static enum qkv_status device_supports(struct qkv_error *err, const struct qkv_d
 
 /* ---- batch ---- */
 
-static enum qkv_status check_batch(struct qkv_error *err, const struct qkv_batch *batch)
-{
-    if (batch->n_rows < 1) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "batch: %d rows", batch->n_rows);
-    }
-    for (int32_t r = 0; r < batch->n_rows; r++) {
-        if (batch->positions[r] < 0 || batch->positions[r] >= 1 << 24) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "batch: position %d in row %d, must be below %d",
-                            batch->positions[r], r, 1 << 24);
-        }
-    }
-    int32_t next = 0;
-    for (int32_t s = 0; s < batch->n_seqs; s++) {
-        const struct qkv_batch_seq *seq = &batch->seqs[s];
-        if (seq->lane < 0 || seq->lane >= batch->n_lanes) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "batch: sequence %d in lane %d of %d", s,
-                            seq->lane, batch->n_lanes);
-        }
-        if (seq->first_row != next || seq->n_rows < 1 || seq->n_rows > batch->n_rows - next) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT,
-                            "batch: sequence %d has rows %d + %d, %d of %d rows come before", s,
-                            seq->first_row, seq->n_rows, next, batch->n_rows);
-        }
-        next += seq->n_rows;
-        int64_t end = (int64_t)seq->first_pos + seq->n_rows;
-        if (seq->first_pos < 0 || end > (int64_t)seq->n_pages * QKV_PAGE_TOKENS) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT,
-                            "batch: sequence %d has positions up to %" PRId64 " in %d pages", s,
-                            end, seq->n_pages);
-        }
-    }
-    if (next != batch->n_rows) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "batch: %d rows, sequences have %d", batch->n_rows,
-                        next);
-    }
-    return QKV_OK;
-}
-
 static enum qkv_status begin_batch(struct qkv_error *err, struct qkv_device *dev,
                                    const struct qkv_batch *batch)
 {
     dev->batch = NULL;
-    QKV_TRY(check_batch(err, batch));
+    QKV_TRY(qkv_check_batch(err, batch));
     dev->batch = batch;
     enum qkv_status status = qkv_cpu_rope_begin(err, dev);
     if (status != QKV_OK) {

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "backend/contract.h"
 #include "base/mem.h"
 #include "cpu_device.h"
 #include "ops.h"
@@ -270,24 +271,6 @@ static enum qkv_status check_layer(struct qkv_error *err, const char *what, cons
     return QKV_OK;
 }
 
-static enum qkv_status check_scales(struct qkv_error *err, int32_t layer, const char *which,
-                                    enum qkv_kv_format format, const float *scales, int32_t n)
-{
-    const struct qkv_kv_format_traits *traits = qkv_kv_format_traits(format);
-    for (int32_t i = 0; i < n; i++) {
-        if (!(scales[i] > 0.0f) || isinf(scales[i])) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT,
-                            "layer %d: %s of head %d is %g, must be positive and finite", layer,
-                            which, i, (double)scales[i]);
-        }
-        if (!traits->layer_scale && scales[i] != 1.0f) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: %s of head %d is %g, but %s has none",
-                            layer, which, i, (double)scales[i], traits->name);
-        }
-    }
-    return QKV_OK;
-}
-
 enum qkv_status qkv_cpu_kv_set_scales(struct qkv_error *err, struct qkv_device *dev,
                                       struct qkv_kv *kv, int32_t layer, const float *k_scale,
                                       const float *v_scale)
@@ -296,8 +279,8 @@ enum qkv_status qkv_cpu_kv_set_scales(struct qkv_error *err, struct qkv_device *
     QKV_TRY(check_layer(err, "KV scales", kv, layer));
     struct qkv_cpu_kv_layer *to = &kv->layers[layer];
     int32_t n = to->desc.n_kv_heads;
-    QKV_TRY(check_scales(err, layer, "k_scale", to->desc.k_format, k_scale, n));
-    QKV_TRY(check_scales(err, layer, "v_scale", to->desc.v_format, v_scale, n));
+    QKV_TRY(qkv_check_kv_scales(err, layer, "k_scale", to->desc.k_format, k_scale, n));
+    QKV_TRY(qkv_check_kv_scales(err, layer, "v_scale", to->desc.v_format, v_scale, n));
     memcpy(to->k_scale, k_scale, (size_t)n * sizeof(float));
     memcpy(to->v_scale, v_scale, (size_t)n * sizeof(float));
     return QKV_OK;

@@ -10,12 +10,11 @@
 #include <math.h>
 #include <string.h>
 
+#include "backend/contract.h"
 #include "base/mem.h"
 #include "base/philox.h"
 #include "cpu_device.h"
 #include "ops.h"
-
-static const float GREEDY_BELOW = 1e-6f;
 
 enum { N_BUCKETS = 2048, SUM_BLOCK = 1024 };
 
@@ -37,93 +36,13 @@ struct job {
     size_t work_stride;
 };
 
-/* ---- checks ---- */
-
-static enum qkv_status check_ids(struct qkv_error *err, int32_t index, const char *what,
-                                 const int32_t *ids, int32_t n, int32_t n_vocab)
-{
-    for (int32_t i = 0; i < n; i++) {
-        if (ids[i] < 0 || ids[i] >= n_vocab) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "row %d: %s token %d, the vocabulary has %d",
-                            index, what, ids[i], n_vocab);
-        }
-    }
-    return QKV_OK;
-}
-
-static enum qkv_status check_finite(struct qkv_error *err, int32_t index, const char *what,
-                                    float value, bool sound)
-{
-    if (!sound || !isfinite(value)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "row %d: %s is %g", index, what, (double)value);
-    }
-    return QKV_OK;
-}
-
-static enum qkv_status check_row(struct qkv_error *err, const struct qkv_buffer *logits,
-                                 int32_t n_vocab, const struct qkv_sample_row *row, int32_t index,
-                                 const struct qkv_sample_out *out)
-{
-    size_t n_rows = logits->n_bytes / sizeof(float) / (size_t)n_vocab;
-    if (row->row < 0 || (size_t)row->row >= n_rows) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "row %d: row %d of the logits, there are %zu", index,
-                        row->row, n_rows);
-    }
-    if (row->target >= n_vocab) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "row %d: target token %d, the vocabulary has %d",
-                        index, row->target, n_vocab);
-    }
-    int32_t most = out->top_id == NULL || out->top_logprob == NULL ? 0 : out->top_stride;
-    most = most < QKV_TOP_MAX ? most : QKV_TOP_MAX;
-    if (row->n_top < 0 || row->n_top > most) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "row %d: %d most likely tokens, at most %d", index,
-                        row->n_top, most);
-    }
-    if (row->target >= 0) {
-        return QKV_OK;
-    }
-    QKV_TRY(check_finite(err, index, "temperature", row->temperature, row->temperature >= 0.0f));
-    QKV_TRY(check_finite(err, index, "top_p", row->top_p, true));
-    QKV_TRY(check_finite(err, index, "min_p", row->min_p, true));
-    QKV_TRY(check_finite(err, index, "repetition_penalty", row->repetition_penalty,
-                         row->repetition_penalty > 0.0f));
-    QKV_TRY(check_finite(err, index, "presence_penalty", row->presence_penalty, true));
-    QKV_TRY(check_finite(err, index, "frequency_penalty", row->frequency_penalty, true));
-    QKV_TRY(check_ids(err, index, "seen", row->seen_ids, row->n_seen, n_vocab));
-    QKV_TRY(check_ids(err, index, "biased", row->bias_ids, row->n_bias, n_vocab));
-    for (int32_t i = 0; i < row->n_bias; i++) {
-        if (!(row->bias[i] < INFINITY)) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "row %d: bias of token %d is %g", index,
-                            row->bias_ids[i], (double)row->bias[i]);
-        }
-    }
-    return QKV_OK;
-}
-
 /* ---- adjusting ---- */
-
-static bool has_penalties(const struct qkv_sample_row *row)
-{
-    return row->n_seen > 0 && (row->repetition_penalty != 1.0f || row->presence_penalty != 0.0f ||
-                               row->frequency_penalty != 0.0f);
-}
-
-static bool is_greedy(const struct qkv_sample_row *row)
-{
-    return row->temperature < GREEDY_BELOW;
-}
-
-static bool needs_work(const struct qkv_sample_row *row)
-{
-    return row->target < 0 &&
-           (!is_greedy(row) || has_penalties(row) || row->n_bias > 0 || row->allowed != NULL);
-}
 
 /* Repetition as CTRL (arXiv 1909.05858, section 4.1) with the sign rule of transformers; presence
  * and frequency as OpenAI's API defines them. */
 static void adjust(const struct qkv_sample_row *row, float *z, int32_t n_vocab)
 {
-    if (has_penalties(row)) {
+    if (qkv_sample_has_penalties(row)) {
         for (int32_t i = 0; i < row->n_seen; i++) {
             float *logit = &z[row->seen_ids[i]];
             int32_t count = row->seen_output_counts[i];
@@ -298,14 +217,14 @@ static int32_t choose(const struct job *job, const struct qkv_sample_row *row, c
 {
     int32_t n_vocab = job->n_vocab;
     float max;
-    if (!needs_work(row)) {
+    if (!qkv_sample_needs_work(row)) {
         return best_logit;
     }
     memcpy(work->z, x, (size_t)n_vocab * sizeof(float));
     adjust(row, work->z, n_vocab);
     int32_t best = argmax(work->z, n_vocab, &max);
     /* Nothing allowed is left (best is 0 then), or an adjustment overflowed. */
-    if (is_greedy(row) || !isfinite(max)) {
+    if (qkv_sample_is_greedy(row) || !isfinite(max)) {
         return best;
     }
     job->ops->logits_weights(work->z, n_vocab, max, 1.0f / row->temperature, work->w);
@@ -458,10 +377,11 @@ enum qkv_status qkv_cpu_sample(struct qkv_error *err, struct qkv_device *dev,
     if (n_vocab < 1) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "sample: a vocabulary of %d", n_vocab);
     }
+    size_t n_rows = logits->n_bytes / sizeof(float) / (size_t)n_vocab;
     bool any_work = false;
     for (int32_t i = 0; i < n; i++) {
-        QKV_TRY(check_row(err, logits, n_vocab, &rows[i], i, out));
-        any_work = any_work || needs_work(&rows[i]);
+        QKV_TRY(qkv_check_sample_row(err, n_rows, n_vocab, &rows[i], i, out));
+        any_work = any_work || qkv_sample_needs_work(&rows[i]);
     }
     struct job job = {.ops = &dev->ops->attn,
                       .logits = logits->data,

@@ -2,6 +2,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "backend/contract.h"
 #include "cpu_device.h"
 #include "ops.h"
 
@@ -21,21 +22,7 @@ enum qkv_status qkv_cpu_copy_rows(struct qkv_error *err, struct qkv_device *dev,
     }
     size_t n_src = count_rows(src, dim);
     size_t n_dst = count_rows(dst, dim);
-    if (n < 0 || dst_first < 0 || (size_t)dst_first > n_dst ||
-        (size_t)n > n_dst - (size_t)dst_first) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: rows %d + %d of a buffer of %zu",
-                        dst_first, n, n_dst);
-    }
-    for (int32_t i = 0; i < n; i++) {
-        if (rows[i] < 0 || (size_t)rows[i] >= n_src) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: row %d of a buffer of %zu", rows[i],
-                            n_src);
-        }
-        if (dst == src && rows[i] >= dst_first && rows[i] - dst_first < n) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT,
-                            "copy_rows: row %d of one buffer is read and written", rows[i]);
-        }
-    }
+    QKV_TRY(qkv_check_copy_rows(err, n_dst, dst_first, n_src, dst == src, rows, n));
     size_t row_bytes = (size_t)dim * sizeof(float);
     for (int32_t i = 0; i < n; i++) {
         memcpy((uint8_t *)dst->data + ((size_t)dst_first + (size_t)i) * row_bytes,

@@ -1,7 +1,8 @@
 /* The CUDA backend: what all of its files share.
  *
  * One shared library, qkv/_qkv_cuda.so, that exports qkv_cuda_backend() and nothing else: the table
- * of backend.h. It has its own copy of the C files that it needs (base, quant, kv). The same files
+ * of backend.h. It has its own copy of the C files that it needs (base, quant, kv, the
+ * contract of backend.h). The same files
  * are compiled twice: by nvcc for GPUs, and by g++ with -DQKV_EMULATE into a library that runs
  * every kernel on the processor (emulate.cuh), which is how they are tested where no GPU is.
  *
@@ -52,6 +53,7 @@
 
 extern "C" {
 #include "backend/backend.h"
+#include "backend/contract.h"
 #include "base/mem.h"
 }
 

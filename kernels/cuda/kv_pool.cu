@@ -216,24 +216,6 @@ size_t qkv_cuda_kv_bytes(const struct qkv_kv *kv)
 
 /* ---- scales ---- */
 
-static enum qkv_status check_scales(struct qkv_error *err, int32_t layer, const char *which,
-                                    enum qkv_kv_format format, const float *scales, int32_t n)
-{
-    const struct qkv_kv_format_traits *traits = qkv_kv_format_traits(format);
-    for (int32_t i = 0; i < n; i++) {
-        if (!(scales[i] > 0.0f) || scales[i] > FLT_MAX) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT,
-                            "layer %d: %s of head %d is %g, must be positive and finite", layer,
-                            which, i, (double)scales[i]);
-        }
-        if (!traits->layer_scale && scales[i] != 1.0f) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: %s of head %d is %g, but %s has none",
-                            layer, which, i, (double)scales[i], traits->name);
-        }
-    }
-    return QKV_OK;
-}
-
 enum qkv_status qkv_cuda_kv_set_scales(struct qkv_error *err, struct qkv_device *dev,
                                        struct qkv_kv *kv, int32_t layer, const float *k_scale,
                                        const float *v_scale)
@@ -241,8 +223,8 @@ enum qkv_status qkv_cuda_kv_set_scales(struct qkv_error *err, struct qkv_device 
     QKV_TRY(check_layer(err, "KV scales", kv, layer));
     const struct qkv_cuda_kv_layer *to = &kv->layers[layer];
     int32_t n = to->n_kv_heads;
-    QKV_TRY(check_scales(err, layer, "k_scale", to->k.format, k_scale, n));
-    QKV_TRY(check_scales(err, layer, "v_scale", to->v.format, v_scale, n));
+    QKV_TRY(qkv_check_kv_scales(err, layer, "k_scale", to->k.format, k_scale, n));
+    QKV_TRY(qkv_check_kv_scales(err, layer, "v_scale", to->v.format, v_scale, n));
     size_t n_bytes = (size_t)n * sizeof(float);
     QKV_TRY(qkv_cuda_to_device(err, dev, (void *)to->k.scale, k_scale, n_bytes));
     return qkv_cuda_to_device(err, dev, (void *)to->v.scale, v_scale, n_bytes);

@@ -123,21 +123,7 @@ enum qkv_status qkv_cuda_copy_rows(struct qkv_error *err, struct qkv_device *dev
     }
     size_t n_src = src->n_bytes / sizeof(float) / (size_t)dim;
     size_t n_dst = dst->n_bytes / sizeof(float) / (size_t)dim;
-    if (n < 0 || dst_first < 0 || (size_t)dst_first > n_dst ||
-        (size_t)n > n_dst - (size_t)dst_first) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: rows %d + %d of a buffer of %zu",
-                        dst_first, n, n_dst);
-    }
-    for (int32_t i = 0; i < n; i++) {
-        if (rows[i] < 0 || (size_t)rows[i] >= n_src) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: row %d of a buffer of %zu", rows[i],
-                            n_src);
-        }
-        if (dst == src && rows[i] >= dst_first && rows[i] - dst_first < n) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT,
-                            "copy_rows: row %d of one buffer is read and written", rows[i]);
-        }
-    }
+    QKV_TRY(qkv_check_copy_rows(err, n_dst, dst_first, n_src, dst == src, rows, n));
     if (n == 0) {
         return QKV_OK;
     }

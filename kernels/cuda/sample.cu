@@ -1,90 +1,7 @@
 /* Rows to sample: checked, put into one piece of memory, launched (sample.cuh), fetched. */
 #include "sample.cuh"
 
-/* Dividing by a smaller temperature would leave one token anyway. */
-static const float GREEDY_BELOW = 1e-6f;
-
-/* ---- checks ---- */
-
-static enum qkv_status check_ids(struct qkv_error *err, int32_t index, const char *what,
-                                 const int32_t *ids, int32_t n, int32_t n_vocab)
-{
-    for (int32_t i = 0; i < n; i++) {
-        if (ids[i] < 0 || ids[i] >= n_vocab) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "row %d: %s token %d, the vocabulary has %d",
-                            index, what, ids[i], n_vocab);
-        }
-    }
-    return QKV_OK;
-}
-
-static enum qkv_status check_finite(struct qkv_error *err, int32_t index, const char *what,
-                                    float value, bool sound)
-{
-    if (!sound || !(fabsf(value) <= FLT_MAX)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "row %d: %s is %g", index, what, (double)value);
-    }
-    return QKV_OK;
-}
-
-static enum qkv_status check_row(struct qkv_error *err, const struct qkv_buffer *logits,
-                                 int32_t n_vocab, const struct qkv_sample_row *row, int32_t index,
-                                 const struct qkv_sample_out *out)
-{
-    size_t n_rows = logits->n_bytes / sizeof(float) / (size_t)n_vocab;
-    if (row->row < 0 || (size_t)row->row >= n_rows) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "row %d: row %d of the logits, there are %zu", index,
-                        row->row, n_rows);
-    }
-    if (row->target >= n_vocab) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "row %d: target token %d, the vocabulary has %d",
-                        index, row->target, n_vocab);
-    }
-    int32_t most = out->top_id == NULL || out->top_logprob == NULL ? 0 : out->top_stride;
-    most = most < QKV_TOP_MAX ? most : QKV_TOP_MAX;
-    if (row->n_top < 0 || row->n_top > most) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "row %d: %d most likely tokens, at most %d", index,
-                        row->n_top, most);
-    }
-    if (row->target >= 0) {
-        return QKV_OK;
-    }
-    QKV_TRY(check_finite(err, index, "temperature", row->temperature, row->temperature >= 0.0f));
-    QKV_TRY(check_finite(err, index, "top_p", row->top_p, true));
-    QKV_TRY(check_finite(err, index, "min_p", row->min_p, true));
-    QKV_TRY(check_finite(err, index, "repetition_penalty", row->repetition_penalty,
-                         row->repetition_penalty > 0.0f));
-    QKV_TRY(check_finite(err, index, "presence_penalty", row->presence_penalty, true));
-    QKV_TRY(check_finite(err, index, "frequency_penalty", row->frequency_penalty, true));
-    QKV_TRY(check_ids(err, index, "seen", row->seen_ids, row->n_seen, n_vocab));
-    QKV_TRY(check_ids(err, index, "biased", row->bias_ids, row->n_bias, n_vocab));
-    for (int32_t i = 0; i < row->n_bias; i++) {
-        if (!(row->bias[i] < INFINITY)) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "row %d: bias of token %d is %g", index,
-                            row->bias_ids[i], (double)row->bias[i]);
-        }
-    }
-    return QKV_OK;
-}
-
 /* ---- the operation ---- */
-
-static bool has_penalties(const struct qkv_sample_row *row)
-{
-    return row->n_seen > 0 && (row->repetition_penalty != 1.0f || row->presence_penalty != 0.0f ||
-                               row->frequency_penalty != 0.0f);
-}
-
-static bool is_greedy(const struct qkv_sample_row *row)
-{
-    return row->temperature < GREEDY_BELOW;
-}
-
-static bool needs_work(const struct qkv_sample_row *row)
-{
-    return row->target < 0 &&
-           (!is_greedy(row) || has_penalties(row) || row->n_bias > 0 || row->allowed != NULL);
-}
 
 /* Places in one piece of staging memory: what goes in, then what comes out. */
 struct layout {
@@ -102,7 +19,7 @@ static size_t take(size_t *end, size_t n_bytes)
 
 static size_t allowed_words(const struct qkv_sample_row *row, int32_t n_vocab)
 {
-    return needs_work(row) && row->allowed != NULL ? ((size_t)n_vocab + 31) / 32 : 0;
+    return qkv_sample_needs_work(row) && row->allowed != NULL ? ((size_t)n_vocab + 31) / 32 : 0;
 }
 
 static struct layout lay_out(const struct qkv_sample_row *rows, int32_t n, int32_t n_vocab,
@@ -113,9 +30,9 @@ static struct layout lay_out(const struct qkv_sample_row *rows, int32_t n, int32
     size_t n_bias = 0;
     size_t n_allowed = 0;
     for (int32_t i = 0; i < n; i++) {
-        bool work = needs_work(&rows[i]);
+        bool work = qkv_sample_needs_work(&rows[i]);
         n_allowed += allowed_words(&rows[i], n_vocab);
-        n_seen += work && has_penalties(&rows[i]) ? (size_t)rows[i].n_seen : 0;
+        n_seen += work && qkv_sample_has_penalties(&rows[i]) ? (size_t)rows[i].n_seen : 0;
         n_bias += work ? (size_t)rows[i].n_bias : 0;
         at.n_work += work;
     }
@@ -145,8 +62,8 @@ static struct sample_row convert(const struct qkv_sample_row *from, int32_t work
     row.target = from->target;
     row.n_top = from->n_top;
     row.work = work;
-    row.greedy = is_greedy(from);
-    row.penalized = has_penalties(from);
+    row.greedy = qkv_sample_is_greedy(from);
+    row.penalized = qkv_sample_has_penalties(from);
     row.temperature = from->temperature;
     row.top_k = from->top_k;
     row.top_p = from->top_p;
@@ -177,7 +94,7 @@ static void fill(const struct qkv_sample_row *rows, int32_t n, int32_t n_vocab,
     int32_t n_work = 0;
     for (int32_t i = 0; i < n; i++) {
         const struct qkv_sample_row *row = &rows[i];
-        bool work = needs_work(row);
+        bool work = qkv_sample_needs_work(row);
         to[i] = convert(row, work ? n_work : -1, n_seen, n_bias);
         n_work += work;
         size_t n_words = allowed_words(row, n_vocab);
@@ -186,7 +103,7 @@ static void fill(const struct qkv_sample_row *rows, int32_t n, int32_t n_vocab,
             memcpy(allowed + n_allowed, row->allowed, n_words * sizeof(uint32_t));
             n_allowed += n_words;
         }
-        if (work && has_penalties(row)) {
+        if (work && qkv_sample_has_penalties(row)) {
             size_t n_bytes = (size_t)row->n_seen * sizeof(int32_t);
             memcpy(seen_ids + n_seen, row->seen_ids, n_bytes);
             memcpy(seen_counts + n_seen, row->seen_output_counts, n_bytes);
@@ -233,9 +150,10 @@ enum qkv_status qkv_cuda_sample(struct qkv_error *err, struct qkv_device *dev,
         return qkv_fail(err, QKV_ERR_ARGUMENT, "sample: a vocabulary of %d, 1 to %d", n_vocab,
                         1 << 19);
     }
+    size_t n_rows = logits->n_bytes / sizeof(float) / (size_t)n_vocab;
     bool any_top = false;
     for (int32_t i = 0; i < n; i++) {
-        QKV_TRY(check_row(err, logits, n_vocab, &rows[i], i, out));
+        QKV_TRY(qkv_check_sample_row(err, n_rows, n_vocab, &rows[i], i, out));
         any_top = any_top || rows[i].n_top > 0;
     }
     if (n < 1) {

@@ -23,7 +23,7 @@ MAY_INCLUDE = {
 }
 MAX_COLUMNS = 100
 KERNELS_MAY = re.compile(
-    r"(backend/(backend|terms)|base/(status|mem|half|threads|log|philox)|quant/\w+|kv/kv_\w+)\.\w+$"
+    r"(backend/(backend|contract|terms)|base/(status|mem|half|threads|log|philox)|quant/\w+|kv/kv_\w+)\.\w+$"
 )
 # No input or output, no clock, no generator of their own: what they need is handed to them.
 PURE = re.compile(r"csrc/(kv/|engine/(scheduler\w*|request|waiting|batch|simulate)\.)")
@@ -67,7 +67,7 @@ def breaches_of_file(path: Path) -> Iterator[str]:
                 yield where + f"{folder} may include {sorted(MAY_INCLUDE[folder])} only"
         if name.startswith("kernels/") and "/" in target and not is_system:
             if not KERNELS_MAY.match(target):
-                yield where + "kernels see backend.h, terms.h, base, quant and the KV formats only"
+                yield where + "kernels see the headers of backend, base, quant, KV formats only"
         if target.startswith(("Python.h", "numpy/")) and not name.startswith("csrc/py/"):
             yield where + "Python and NumPy are for csrc/py only"
         if target.startswith(("cuda", "cublas")) and not name.startswith("kernels/cuda/"):
