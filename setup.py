@@ -1,5 +1,5 @@
-"""Builds qkv._core: host C from csrc/, kernels from kernels/cpu/, one static archive per
-instruction set so that only that archive is compiled with its flags.
+"""Builds qkv._core: host C from csrc/, kernels from kernels/cpu/, each isa_*.c a static
+archive of its own so that only that archive is compiled with its instruction set's flags.
 
 With nvcc and NVIDIA's headers it also builds qkv/_qkv_cuda.so from kernels/cuda, which is opened at
 run time; nothing of CUDA is in _core.
@@ -62,7 +62,7 @@ def mode_flags() -> list[str]:
 
 
 def isa_of(source: str) -> str:
-    return os.path.basename(source)[len("isa_") : -len(".c")]
+    return os.path.basename(source).split("_")[1]
 
 
 def isa_flags(name: str) -> list[str]:
@@ -264,7 +264,9 @@ def main() -> None:
     plain, isas = kernel_sources()
     # The order matters to the linker: the dispatcher first, then the tables that it refers to.
     libraries = [library("qkvcpu", plain, [])]
-    libraries += [library(f"qkvcpu_{isa_of(p)}", [p], isa_flags(isa_of(p))) for p in isas]
+    libraries += [
+        library(f"qkv_{os.path.basename(p)[:-2]}", [p], isa_flags(isa_of(p))) for p in isas
+    ]
     # As system headers: our warnings are not for other people's inline functions.
     system = [f"-isystem{get_path('include')}", f"-isystem{numpy.get_include()}"]
     core = Extension(

@@ -375,7 +375,7 @@ enum qkv_status qkv_cpu_attention(struct qkv_error *err, struct qkv_device *dev,
     }
     QKV_TRY(check_call(err, batch, args));
     struct plan plan = {
-        .ops = &dev->ops->attn,
+        .ops = dev->ops->attn,
         .threads = dev->threads,
         .compute_f32 = dev->compute == QKV_COMPUTE_F32,
         .n_threads = (size_t)qkv_threads_count(dev->threads),

@@ -120,7 +120,7 @@ static enum qkv_status check_format(struct qkv_error *err, const struct qkv_devi
         return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: KV format number %d, at most %d", what,
                         (int)format, QKV_KV_FORMAT_COUNT - 1);
     }
-    const struct qkv_cpu_kv_codec *codec = &dev->ops->attn.kv[format];
+    const struct qkv_cpu_kv_codec *codec = &dev->ops->attn->kv[format];
     bool readable = dev->compute == QKV_COMPUTE_F32
                         ? codec->direct_f32 || codec->load_k_f32 != NULL
                         : codec->direct_bf16 || codec->load_k_bf16 != NULL;

@@ -93,7 +93,7 @@ static float exponentials(const struct qkv_cpu_ops *ops, float *x, int32_t n)
     for (int32_t i = 1; i < n; i++) {
         max = x[i] > max ? x[i] : max;
     }
-    ops->attn.logits_weights(x, n, max, 1.0f, x);
+    ops->attn->logits_weights(x, n, max, 1.0f, x);
     float sum = 0.0f;
     for (int32_t i = 0; i < n; i++) {
         sum += x[i];
@@ -106,7 +106,7 @@ static void sigmoids(const struct qkv_cpu_ops *ops, const float *x, int32_t n, f
     for (int32_t i = 0; i < n; i++) {
         out[i] = -x[i];
     }
-    ops->attn.logits_weights(out, n, 0.0f, 1.0f, out);
+    ops->attn->logits_weights(out, n, 0.0f, 1.0f, out);
     for (int32_t i = 0; i < n; i++) {
         out[i] = 1.0f / (1.0f + out[i]);
     }
@@ -287,8 +287,8 @@ static void add_up(const struct moe_task *task, size_t begin, size_t end)
             for (int32_t j = 0; j < n_from; j++) {
                 from[j] = task->out + (size_t)position[p + j] * (size_t)task->hidden + column;
             }
-            task->ops->gemm.weighted_add(y + row * (size_t)task->hidden + column, from, weights + p,
-                                         n_from, n);
+            task->ops->gemm->weighted_add(y + row * (size_t)task->hidden + column, from,
+                                          weights + p, n_from, n);
         }
     }
 }

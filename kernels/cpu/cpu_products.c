@@ -10,7 +10,7 @@
 
 const struct qkv_cpu_gemm_ops *qkv_cpu_gemm_ops(const struct qkv_device *dev)
 {
-    const struct qkv_cpu_gemm_ops *ops = &dev->ops->gemm;
+    const struct qkv_cpu_gemm_ops *ops = dev->ops->gemm;
     return dev->compute == QKV_COMPUTE_F32 && ops->f32 != NULL ? ops->f32 : ops;
 }
 

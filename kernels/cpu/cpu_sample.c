@@ -383,7 +383,7 @@ enum qkv_status qkv_cpu_sample(struct qkv_error *err, struct qkv_device *dev,
         QKV_TRY(qkv_check_sample_row(err, n_rows, n_vocab, &rows[i], i, out));
         any_work = any_work || qkv_sample_needs_work(&rows[i]);
     }
-    struct job job = {.ops = &dev->ops->attn,
+    struct job job = {.ops = dev->ops->attn,
                       .logits = logits->data,
                       .n_vocab = n_vocab,
                       .rows = rows,

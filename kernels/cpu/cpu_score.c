@@ -103,6 +103,6 @@ enum qkv_status qkv_cpu_divergence(struct qkv_error *err, struct qkv_device *dev
                             pairs[i].row_p, pairs[i].row_q, n_rows);
         }
     }
-    struct job job = {&dev->ops->attn, logits->data, n_vocab, pairs, out};
+    struct job job = {dev->ops->attn, logits->data, n_vocab, pairs, out};
     return n < 1 ? QKV_OK : qkv_threads_run(err, dev->threads, (size_t)n, compare_pairs, &job);
 }

@@ -263,7 +263,7 @@ enum qkv_status qkv_cpu_weight_create(struct qkv_error *err, struct qkv_device *
     enum qkv_status status = place_data(err, dev, matrix, &form, w);
     if (status == QKV_OK) {
         struct qkv_pack_task task = {
-            .matrix = matrix, .form = &form, .w = w, .ops = &dev->ops->gemm};
+            .matrix = matrix, .form = &form, .w = w, .ops = dev->ops->gemm};
         status =
             qkv_threads_run(err, dev->threads, (size_t)w->n_panels, qkv_cpu_pack_panels, &task);
     }

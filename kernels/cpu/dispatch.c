@@ -86,13 +86,15 @@ static bool usable_scalar(void)
     return true;
 }
 
+#define OPS(x) (&(const struct qkv_cpu_ops){#x, &qkv_cpu_gemm_ops_##x, &qkv_cpu_attn_ops_##x})
+
 const struct qkv_cpu_isa qkv_cpu_isas[] = {
 #if defined(__x86_64__)
-    {"avx512bf16", usable_avx512bf16, &qkv_cpu_ops_avx512bf16},
-    {"avx512", usable_avx512, &qkv_cpu_ops_avx512},
-    {"avx2", usable_avx2, &qkv_cpu_ops_avx2},
+    {"avx512bf16", usable_avx512bf16, OPS(avx512bf16)},
+    {"avx512", usable_avx512, OPS(avx512)},
+    {"avx2", usable_avx2, OPS(avx2)},
 #endif
-    {"scalar", usable_scalar, &qkv_cpu_ops_scalar},
+    {"scalar", usable_scalar, OPS(scalar)},
     {NULL, NULL, NULL},
 };
 

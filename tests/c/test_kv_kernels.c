@@ -67,7 +67,7 @@ static void check_page(const struct qkv_cpu_isa *isa, enum qkv_kv_format format,
     static uint8_t k[PAGE * MAX_TEST_DIM * 4];
     static uint8_t v[PAGE * MAX_TEST_DIM * 4];
     static struct operands got;
-    const struct qkv_cpu_kv_codec *codec = &isa->ops->attn.kv[format];
+    const struct qkv_cpu_kv_codec *codec = &isa->ops->attn->kv[format];
     const char *name = qkv_kv_format_traits(format)->name;
     memset(k, 0x5a, sizeof k);
     memset(v, 0x5a, sizeof v);
@@ -182,7 +182,7 @@ static void check_codes(const struct qkv_cpu_isa *isa, enum qkv_kv_format format
     size_t n_blocks = qkv_kv_n_blocks(format, DIM);
     bool wide = traits->code_bits == 8;
     memset(page, 0, sizeof page);
-    load(&isa->ops->attn.kv[format], page, page, DIM, &got);
+    load(&isa->ops->attn->kv[format], page, page, DIM, &got);
     for (int32_t t = 0; t < PAGE; t++) {
         for (int32_t i = 0; i < DIM; i++) {
             check_operands(&got, DIM, t, i, 0.0f, isa->name, traits->name);
@@ -202,7 +202,7 @@ static void check_codes(const struct qkv_cpu_isa *isa, enum qkv_kv_format format
             page[i] = (uint8_t)i;
         }
         memset(page + code_bytes, scale, PAGE * n_blocks);
-        load(&isa->ops->attn.kv[format], page, page, DIM, &got);
+        load(&isa->ops->attn->kv[format], page, page, DIM, &got);
         for (int32_t c = 0; c < PAGE * DIM / 2; c++) {
             /* Cell c of K is (channels 2p and 2p + 1, token c % 16); of V (channel c % DIM, two
              * tokens). */

@@ -37,8 +37,8 @@ static void test_page_layout(void)
         if (!isa->usable()) {
             continue;
         }
-        const struct qkv_cpu_kv_codec *bf16 = &isa->ops->attn.kv[QKV_KV_BF16];
-        const struct qkv_cpu_kv_codec *f32 = &isa->ops->attn.kv[QKV_KV_F32];
+        const struct qkv_cpu_kv_codec *bf16 = &isa->ops->attn->kv[QKV_KV_BF16];
+        const struct qkv_cpu_kv_codec *f32 = &isa->ops->attn->kv[QKV_KV_F32];
         static uint16_t k16[PAGE * DIM], v16[PAGE * DIM];
         static float k32[PAGE * DIM], v32[PAGE * DIM], k_load[PAGE * DIM], v_load[PAGE * DIM];
         for (int slot = PAGE - 1; slot >= 0; slot--) {

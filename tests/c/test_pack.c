@@ -254,7 +254,7 @@ static void check_kernels(const struct qkv_cpu_isa *isa, enum qkv_activations ac
     struct qkv_device *dev = open_device(QKV_COMPUTE_BF16, activations, isa->name);
     for (int format = 0; format < QKV_FORMAT_COUNT; format++) {
         for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-            if (isa->ops->gemm.pack_rows[format] != NULL) {
+            if (isa->ops->gemm->pack_rows[format] != NULL) {
                 check_size(dev, (enum qkv_format)format, sizes[i]);
             }
         }

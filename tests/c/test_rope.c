@@ -43,8 +43,8 @@ static void test_rotation(void)
     static const int32_t PAIRS[] = {1, 3, 8, 15, 16, 17, 32, 40, 64, 70};
     for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
         for (size_t i = 0; isa->usable() && i < sizeof PAIRS / sizeof PAIRS[0]; i++) {
-            check_rotation(&isa->ops->attn, PAIRS[i], false);
-            check_rotation(&isa->ops->attn, PAIRS[i], true);
+            check_rotation(isa->ops->attn, PAIRS[i], false);
+            check_rotation(isa->ops->attn, PAIRS[i], true);
         }
     }
 }

@@ -2,7 +2,6 @@
 #include "vec_scalar.h"
 
 #define ISA(x) x##_scalar
-#define ISA_NAME "scalar"
 #define GEMM_F32 NULL
 
-#include "body_table.inc"
+#include "body_gemm_table.inc"

@@ -2,9 +2,5 @@
 #include "vec_avx512.h"
 
 #define ISA(x) x##_avx512
-#define ISA_NAME "avx512"
-#define GEMM_F32 NULL
 
-#include "special_int8_avx512.inc"
-
-#include "body_table.inc"
+#include "body_attn_table.inc"
