@@ -142,6 +142,38 @@ def test_a_lie_about_heads(tmp_path: Path, arch: str, lie: dict[str, Any], messa
         scored(tmp_path)
 
 
+@pytest.mark.parametrize("container", ["safetensors", "gguf"])
+def test_layers_for_later_tokens_are_left_out(
+    tmp_path: Path, container: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same bits as without them, and one line that says so."""
+    plain, more = tmp_path / "plain", tmp_path / "more"
+    tiny = make_tiny.write(plain, "glm4_moe")
+    further = {
+        "eh_proj.weight": np.ones((64, 128), np.float32),
+        "enorm.weight": np.ones(64, np.float32),
+        "mlp.experts.0.up_proj.weight": np.ones((40, 64), np.float32),
+    }
+    if container == "safetensors":
+        more.mkdir()
+        config = {**tiny.config, "num_nextn_predict_layers": 1}
+        (more / "config.json").write_text(json.dumps(config))
+        named = {f"model.layers.2.{name}": values for name, values in further.items()}
+        make_tiny.write_safetensors(more / "model.safetensors", {**tiny.tensors, **named})
+    else:
+        plain, more = tmp_path / "plain.gguf", tmp_path / "more.gguf"
+        make_tiny.write_gguf(plain, "glm4_moe")
+        make_tiny.write_gguf(more, "glm4_moe", num_nextn_predict_layers=1)
+    a, b = scored(plain), scored(more)
+    assert list(a.token_ids) == list(b.token_ids)
+    assert a.prompt_logprobs.tobytes() == b.prompt_logprobs.tobytes()
+    assert qkv.inspect(more).further[0] == len(further)
+    assert "layers for tokens after the next" in str(qkv.inspect(more))
+    with qkv.Engine(more, kv_tokens=64):
+        pass
+    assert len([r for r in caplog.records if "after the next one" in r.getMessage()]) == 1
+
+
 def test_longrope_switches_with_the_sequence(tmp_path: Path) -> None:
     """Each token is the best by the reference for a sequence of that length: from 41 tokens on, all
     positions turn by the long factors, those of the prompt, too."""

@@ -182,8 +182,10 @@ def test_tiny_models_against_transformers(
     np.testing.assert_allclose(exact, wanted, rtol=0, atol=1e-4)
 
     # As for the base checkpoints; but the largest of 89 differences scatters more than that of 474.
-    off = np.abs(answers(tmp_path, [ids], 0)[0].prompt_logprobs - wanted)
-    noise = np.abs(recorded[f"{name}|bf16"] - wanted)
+    # Of models with experts, without the last twentieth: see EXPERTS.
+    n = int(len(wanted) * (0.95 if tiny_cases.CASES[name][0] in experts.CONFIGS else 1))
+    off = np.sort(np.abs(answers(tmp_path, [ids], 0)[0].prompt_logprobs - wanted))[:n]
+    noise = np.sort(np.abs(recorded[f"{name}|bf16"] - wanted))[:n]
     assert off.max() <= 1.5 * noise.max()
     assert np.sqrt(np.mean(off**2)) <= np.sqrt(np.mean(noise**2))
 

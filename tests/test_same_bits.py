@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4": {"num_hidden_layers": 2},
     "gemma2": {"num_hidden_layers": 2},
     "qwen3_moe": {"num_hidden_layers": 2},
+    "gpt_oss": {"num_hidden_layers": 2},
 }
 
 
@@ -150,7 +151,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 def other_settings() -> list[Any]:
     out: list[tuple[str, dict[str, Any]]] = [
-        (arch, {}) for arch in ("gemma3", "phi3", "glm4", "gemma2", "qwen3_moe")
+        (arch, {}) for arch in ("gemma3", "phi3", "glm4", "gemma2", "qwen3_moe", "gpt_oss")
     ]
     out += [(arch, {"compute_dtype": "float32"}) for arch in ("llama", "gemma3")]
     usable = [name for name, is_usable in _core.isas() if is_usable]

@@ -69,6 +69,8 @@ CACHES = {
     "gemma2 by layer": Cache(
         "gemma2", [("fp8_e5m2", "nvfp4"), ("mxfp8", "fp4_mx_block16"), ("fp8_e4m3", "bf16")]
     ),
+    "gpt-oss by layer": Cache("gpt_oss", [("fp8_e4m3", "nvfp4"), ("mxfp8", "fp4_mx_block16")]),
+    "experts by layer": Cache("glm4_moe", [("fp8_e5m2", "bf16"), ("nvfp4", "bf16_stochastic")]),
     "fp8 queries": Cache("llama", everywhere("fp8_e4m3", "mxfp8"), "fp8_e4m3"),
     "fp8 queries, by layer": Cache(
         "mistral", [("nvfp4", "bf16"), ("bf16", "fp4_mx_block16")], "fp8_e4m3"

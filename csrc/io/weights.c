@@ -38,6 +38,8 @@ struct qkv_weights {
     char *text_names;       /* of a multimodal checkpoint's text part: names that lack its prefix */
     size_t n_left_out;
     const char *left_out; /* the first of these */
+    size_t n_further;     /* tensors of layers that predict tokens after the next one */
+    const char *further;  /* one of these */
 };
 
 /* --- files ----------------------------------------------------------------------------------- */
@@ -562,6 +564,43 @@ static enum qkv_status keep_text_part(struct qkv_error *err, struct qkv_weights 
     return QKV_OK;
 }
 
+/* Removes the layers that predict tokens after the next one. */
+static void drop_further_layers(struct qkv_weights *weights)
+{
+    size_t length;
+    for (size_t i = 0; i < weights->n_tensors; i++) {
+        if (!qkv_further_layer(weights->tensors[i].name, &length)) {
+            continue;
+        }
+        const char *mark = weights->tensors[i].name; /* of the file: it stays where it is */
+        size_t n_kept = 0;
+        for (size_t k = 0; k < weights->n_tensors; k++) {
+            if (strncmp(weights->tensors[k].name, mark, length) == 0) {
+                weights->n_further++;
+                continue;
+            }
+            weights->tensors[n_kept] = weights->tensors[k];
+            weights->owner[n_kept++] = weights->owner[k];
+        }
+        weights->n_tensors = n_kept;
+        weights->further = mark;
+        i = (size_t)-1; /* from the first again: there may be another layer */
+    }
+    for (size_t i = 0; weights->n_further != 0 && i < weights->n_tensors; i++) {
+        const char *name = weights->tensors[i].name;
+        weights->names[i] = (struct qkv_name){name, strlen(name), i};
+    }
+    if (weights->n_further != 0) {
+        qkv_names_sort(weights->names, weights->n_tensors);
+    }
+}
+
+size_t qkv_weights_n_further(const struct qkv_weights *weights, const char **one)
+{
+    *one = weights->further;
+    return weights->n_further;
+}
+
 size_t qkv_weights_n_left_out(const struct qkv_weights *weights, const char **first)
 {
     *first = weights->left_out;
@@ -576,6 +615,7 @@ enum qkv_status qkv_weights_open(struct qkv_error *err, const char *path, struct
     enum qkv_status status = open_path(err, weights, path);
     if (status == QKV_OK) {
         status = keep_text_part(err, weights);
+        drop_further_layers(weights);
     }
     if (status != QKV_OK) {
         qkv_weights_close(weights);

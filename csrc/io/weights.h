@@ -43,6 +43,9 @@ const struct qkv_tensor *qkv_weights_at(const struct qkv_weights *weights, size_
  * part's (language_model.* or model.language_model.*), which go by the names that they have in a
  * model of text alone. *first is the name of one of them, NULL if there are none. */
 size_t qkv_weights_n_left_out(const struct qkv_weights *weights, const char **first);
+/* Those of layers that predict tokens after the next one (num_nextn_predict_layers) are not there
+ * either. *one as above. */
+size_t qkv_weights_n_further(const struct qkv_weights *weights, const char **one);
 /* NULL if there is none. */
 const struct qkv_tensor *qkv_weights_find(const struct qkv_weights *weights, const char *name);
 

@@ -166,6 +166,10 @@ enum qkv_status qkv_arch_sizes(struct qkv_error *err, const struct qkv_source *s
     }
     QKV_TRY(need_int(err, source, QKV_KEY("num_hidden_layers", "block_count"), QKV_LAYERS_MAX,
                      &out->n_layers));
+    int32_t n_further = 0; /* GGUF counts them among its blocks */
+    QKV_TRY(qkv_source_int(err, source, QKV_KEY(NULL, "nextn_predict_layers"), 0, out->n_layers - 1,
+                           &n_further));
+    out->n_layers -= n_further;
     QKV_TRY(need_int(err, source, QKV_KEY("hidden_size", "embedding_length"), HIDDEN_MAX,
                      &out->hidden));
     QKV_TRY(need_int(err, source, QKV_KEY("intermediate_size", "feed_forward_length"), FFN_MAX,
@@ -268,13 +272,12 @@ enum qkv_status qkv_arch_window(struct qkv_error *err, const struct qkv_source *
 }
 
 enum qkv_status qkv_arch_alternate(struct qkv_error *err, const struct qkv_source *source,
-                                   int32_t pattern, struct qkv_model_config *out)
+                                   int32_t pattern, int32_t window, struct qkv_model_config *out)
 {
     bool sliding[QKV_LAYERS_MAX];
     bool found;
     QKV_TRY(qkv_arch_layer_types(err, source, out->n_layers, sliding, &found));
-    int32_t window;
-    QKV_TRY(qkv_arch_window(err, source, 4096, &window));
+    QKV_TRY(qkv_arch_window(err, source, window, &window));
     for (int32_t i = 0; i < out->n_layers; i++) {
         const bool slides = found ? sliding[i] : (i + 1) % pattern != 0;
         if (slides && window == 0) {

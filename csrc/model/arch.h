@@ -55,6 +55,13 @@ enum qkv_status qkv_arch_experts(struct qkv_error *err, const struct qkv_source 
 enum qkv_status qkv_arch_sparse_layers(struct qkv_error *err, const struct qkv_source *source,
                                        struct qkv_model_config *out);
 
+/* Experts as DeepSeek-V3 chooses them, in every layer from the first_k_dense_replace'th on: by the
+ * sigmoid of each logit with a bias for the choice, out of the best groups; those that take part in
+ * every row are one. `n_dense`: layers without where the key is absent. */
+enum qkv_status qkv_arch_sigmoid_experts(struct qkv_error *err, const struct qkv_source *source,
+                                         const struct qkv_expert_defaults *defaults,
+                                         int32_t n_dense, struct qkv_model_config *out);
+
 /* Appends a rotary embedding: from rope_scaling and `theta_key`, from rope_parameters (the member
  * `layer_type` of it, if that is not NULL), or from GGUF's rope.*; `theta` is the default. `scaled`
  * false: rope_scaling and GGUF's rope.scaling.* are for other layers. */
@@ -70,9 +77,10 @@ enum qkv_status qkv_arch_layer_types(struct qkv_error *err, const struct qkv_sou
 enum qkv_status qkv_arch_window(struct qkv_error *err, const struct qkv_source *source,
                                 int32_t window, int32_t *out);
 
-/* Windows of the layers that slide: by layer_types, else all but every `pattern`th one. */
+/* Windows of the layers that slide: by layer_types, else all but every `pattern`th one. `window`:
+ * as of qkv_arch_window. */
 enum qkv_status qkv_arch_alternate(struct qkv_error *err, const struct qkv_source *source,
-                                   int32_t pattern, struct qkv_model_config *out);
+                                   int32_t pattern, int32_t window, struct qkv_model_config *out);
 
 /* What all Gemmas share: attn_scale from query_pre_attn_scalar (in GGUF, which lacks the key, from
  * head_dim, but in the 27B, known by its layers, from hidden / n_heads), embed_scale, names and

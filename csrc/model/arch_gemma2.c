@@ -5,7 +5,7 @@
  * head_dim except in the 27B (46 layers), where it is hidden / n_heads. */
 #include "model/arch.h"
 
-enum { LAYERS_OF_27B = 46, PATTERN = 2 };
+enum { LAYERS_OF_27B = 46, PATTERN = 2, WINDOW = 4096 };
 
 enum qkv_status qkv_arch_gemma2(struct qkv_error *err, const struct qkv_source *source,
                                 struct qkv_model_config *out)
@@ -19,5 +19,5 @@ enum qkv_status qkv_arch_gemma2(struct qkv_error *err, const struct qkv_source *
         qkv_arch_rope(err, source, NULL, QKV_KEY("rope_theta", "rope.freq_base"), 1e4, true, out));
     QKV_TRY(qkv_arch_gemma(err, source, LAYERS_OF_27B, 30.0, out));
     QKV_TRY(qkv_arch_softcap(err, source, "attn_logit_softcapping", 50.0, &out->attn_softcap));
-    return qkv_arch_alternate(err, source, PATTERN, out);
+    return qkv_arch_alternate(err, source, PATTERN, WINDOW, out);
 }

@@ -6,7 +6,7 @@
 #include "model/arch.h"
 
 enum { ROPE_FULL, ROPE_SLIDING };
-enum { LAYERS_OF_27B = 62, PATTERN = 6 };
+enum { LAYERS_OF_27B = 62, PATTERN = 6, WINDOW = 4096 };
 
 enum qkv_status qkv_arch_gemma3(struct qkv_error *err, const struct qkv_source *source,
                                 struct qkv_model_config *out)
@@ -31,7 +31,7 @@ enum qkv_status qkv_arch_gemma3(struct qkv_error *err, const struct qkv_source *
                            &pattern));
     QKV_TRY(qkv_source_int(err, source, QKV_KEY("sliding_window_pattern", NULL), 1, QKV_LAYERS_MAX,
                            &pattern));
-    QKV_TRY(qkv_arch_alternate(err, source, pattern, out));
+    QKV_TRY(qkv_arch_alternate(err, source, pattern, WINDOW, out));
     for (int32_t i = 0; i < out->n_layers; i++) {
         out->layers[i].rope = out->layers[i].window != 0 ? ROPE_SLIDING : ROPE_FULL;
     }

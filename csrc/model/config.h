@@ -46,7 +46,8 @@ struct qkv_rope_config {
 enum qkv_norm_names {
     QKV_NORMS_PLAIN,
     QKV_NORMS_GEMMA, /* post_attention_layernorm is the one after attention */
-    QKV_NORMS_GLM4   /* post_self_attn_layernorm and post_mlp_layernorm are those after blocks */
+    QKV_NORMS_GLM4,  /* post_self_attn_layernorm and post_mlp_layernorm are those after blocks */
+    QKV_NORMS_POST   /* plain, but in GGUF the one before the MLP is post_attention_norm */
 };
 
 struct qkv_layer_config {
@@ -59,6 +60,7 @@ struct qkv_moe_config {
     struct qkv_routing routing; /* n_experts 0: no experts in any layer */
     bool mixtral_names;         /* block_sparse_moe.experts.0.w1, not mlp.experts.0.gate_proj */
     bool alternate_rows; /* of gate and up, where one tensor has both; else gate's come first */
+    bool plain_columns;  /* plain tensors of all experts have [in, out] of each, not [out, in] */
     int32_t ffn;         /* of an expert */
     int32_t shared_ffn;  /* of the shared one, 0: none */
     bool shared_gate;
@@ -74,6 +76,7 @@ struct qkv_model_config {
     bool tied;          /* lm_head is the embedding */
     bool qkv_bias, out_bias, mlp_bias;
     bool qk_norm;    /* per-head norms of q and k */
+    bool sinks;      /* a logit per head beside those of keys */
     bool post_norms; /* norms after attention and MLP, before the residual (Gemma, GLM-4) */
     enum qkv_norm_names norm_names;
     bool fused_qkv;     /* q, k and v are stored as one matrix */

@@ -67,6 +67,7 @@ static enum qkv_status attention_block(struct qkv_error *err, const struct qkv_m
                                           .k_norm = plan->k_norm,
                                           .norm_eps = (float)config->norm_eps,
                                           .rope = kind->rope < 0 ? NULL : model->ropes[kind->rope],
+                                          .sinks = plan->sinks,
                                           .scale = (float)config->attn_scale,
                                           .softcap = (float)config->attn_softcap,
                                           .window = kind->window,

@@ -654,6 +654,58 @@ enum qkv_status qkv_stored_cut(struct qkv_error *err, int64_t first, int64_t ste
     return qkv_matrix_check(err, matrix);
 }
 
+enum qkv_status qkv_stored_columns(struct qkv_error *err, const struct qkv_tensor *tensor,
+                                   int64_t index, int64_t first, int64_t step, int64_t rows,
+                                   struct qkv_stored *out)
+{
+    const struct qkv_format_traits *traits = qkv_format_traits(tensor->format);
+    QKV_TRY(qkv_stored_plain(err, tensor, out));
+    if (tensor->n_dims != 3 || traits->block_elems != 1 || index < 0 || index >= tensor->shape[0] ||
+        first < 0 || step < 1 || rows < 1 || first + (rows - 1) * step >= tensor->shape[2]) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "%s: %" PRId64 " columns from %" PRId64 " in steps of %" PRId64
+                        " of matrix %" PRId64 " in a tensor of %s",
+                        tensor->name, rows, first, step, index, traits->name);
+    }
+    const int64_t cols = tensor->shape[1];
+    out->row_length = tensor->shape[2];
+    out->column_step = step;
+    out->matrix.blocks += (index * cols * out->row_length + first) * traits->block_bytes;
+    out->matrix.n_out = rows;
+    out->matrix.k_in = cols;
+    out->n_bytes = (uint64_t)(rows * cols * traits->block_bytes);
+    return qkv_matrix_check(err, &out->matrix);
+}
+
+enum qkv_status qkv_stored_rows(struct qkv_error *err, const struct qkv_stored *stored,
+                                struct qkv_matrix *out, void **block)
+{
+    enum { TILE = 64 };
+    *out = stored->matrix;
+    *block = NULL;
+    if (stored->row_length == 0) {
+        return QKV_OK;
+    }
+    const size_t each = (size_t)qkv_format_traits(out->format)->block_bytes;
+    const size_t n_out = (size_t)out->n_out;
+    const size_t k_in = (size_t)out->k_in;
+    QKV_TRY(qkv_calloc(err, n_out * k_in, each, block));
+    uint8_t *to = *block;
+    for (size_t first = 0; first < n_out; first += TILE) {
+        const size_t end = first + TILE < n_out ? first + TILE : n_out;
+        for (size_t k = 0; k < k_in; k++) {
+            const uint8_t *from = out->blocks + k * (size_t)stored->row_length * each;
+            for (size_t n = first; n < end; n++) {
+                memcpy(to + (n * k_in + k) * each, from + n * (size_t)stored->column_step * each,
+                       each);
+            }
+        }
+    }
+    out->blocks = to;
+    out->release = NULL;
+    return QKV_OK;
+}
+
 void qkv_stored_free(struct qkv_stored *stored)
 {
     free(stored->k_group);

@@ -50,6 +50,10 @@ struct qkv_stored {
     uint64_t n_bytes; /* of the tensors that are the matrix's */
     int32_t *k_group; /* owned copies: a tensor's bytes may lie at any address */
     float *k_scale;
+    /* Not 0: of a plain tensor that has inputs along its rows, element [n, k] is n * column_step +
+     * k * row_length elements behind matrix.blocks. qkv_stored_rows first, then read it. */
+    int64_t row_length;
+    int64_t column_step;
 };
 
 /* A plain tensor of one dimension or more: [n, rows, cols] as [n * rows, cols], [cols] as a row. */
@@ -65,6 +69,15 @@ enum qkv_status qkv_stored_described(struct qkv_error *err, const struct qkv_mat
  * layout, or its scales by blocks of rows, cannot be cut there. */
 enum qkv_status qkv_stored_cut(struct qkv_error *err, int64_t first, int64_t step, int64_t n_rows,
                                struct qkv_stored *inout);
+/* Of a plain tensor [n, cols, columns], matrix `index`: its columns `first`, `first` + step, ... as
+ * the rows of a matrix [rows, cols]. */
+enum qkv_status qkv_stored_columns(struct qkv_error *err, const struct qkv_tensor *tensor,
+                                   int64_t index, int64_t first, int64_t step, int64_t rows,
+                                   struct qkv_stored *out);
+/* The matrix as the rest of the code reads it: where it is columns, a copy, which the caller frees
+ * with free(*block); else *block is NULL. */
+enum qkv_status qkv_stored_rows(struct qkv_error *err, const struct qkv_stored *stored,
+                                struct qkv_matrix *out, void **block);
 void qkv_stored_free(struct qkv_stored *stored); /* what it owns; not itself */
 
 #endif

@@ -140,7 +140,12 @@ static enum qkv_status load_stored(struct qkv_error *err, struct loader *loader,
                                    const struct qkv_stored *stored, struct qkv_weight **out)
 {
     struct qkv_model *model = loader->model;
-    QKV_TRY(create_ordered(err, loader, part, stored->matrix, out));
+    struct qkv_matrix matrix;
+    void *copy;
+    QKV_TRY(qkv_stored_rows(err, stored, &matrix, &copy));
+    const enum qkv_status status = create_ordered(err, loader, part, matrix, out);
+    free(copy);
+    QKV_TRY(status);
     model->memory.weight_bytes += model->backend->weight_bytes(*out);
     return stored_done(err, loader, stored);
 }
@@ -284,6 +289,7 @@ static enum qkv_status load_layer(struct qkv_error *err, struct loader *loader, 
         load_linear(err, loader, i, fused ? QKV_PART_QKV : QKV_PART_Q, fused ? 1 : 3, &plan->qkv));
     QKV_TRY(load_norm(err, loader, i, QKV_PART_Q_NORM, &plan->q_norm));
     QKV_TRY(load_norm(err, loader, i, QKV_PART_K_NORM, &plan->k_norm));
+    QKV_TRY(load_vector(err, loader, i, QKV_PART_SINKS, false, &plan->sinks));
     QKV_TRY(load_linear(err, loader, i, QKV_PART_OUT, 1, &plan->out));
     QKV_TRY(load_norm(err, loader, i, QKV_PART_ATTN_POST_NORM, &plan->attn_post_norm));
     QKV_TRY(load_norm(err, loader, i, QKV_PART_MLP_NORM, &plan->mlp_norm));
@@ -611,6 +617,13 @@ enum qkv_status qkv_model_load(struct qkv_error *err, const struct qkv_weights *
                       "%zu tensors are no part of the text model and are not loaded (%.128s, ...)",
                       n_left_out, left_out);
     }
+    const size_t n_further = qkv_weights_n_further(weights, &left_out);
+    if (n_further != 0) {
+        qkv_log_write(options->log, QKV_LOG_WARNING,
+                      "%zu tensors of layers that predict tokens after the next one are not loaded "
+                      "(%.128s, ...)",
+                      n_further, left_out);
+    }
     if (status == QKV_OK && options->online != NULL) {
         const int n = options->n_threads;
         status = qkv_threads_create(err, n > 0 ? n : qkv_threads_available(), &loader.threads);
@@ -640,7 +653,7 @@ static void destroy_layer(const struct qkv_model *model, struct qkv_layer_plan *
 {
     struct qkv_buffer *norms[] = {plan->attn_norm,      plan->q_norm,   plan->k_norm,
                                   plan->attn_post_norm, plan->mlp_norm, plan->mlp_post_norm,
-                                  plan->select_bias};
+                                  plan->select_bias,    plan->sinks};
     for (size_t i = 0; i < sizeof norms / sizeof norms[0]; i++) {
         model->backend->buffer_destroy(model->device, norms[i]);
     }

@@ -39,6 +39,7 @@ static const struct part_names PART_NAMES[QKV_PART_COUNT] = {
     [QKV_PART_QKV_BIAS] = {HF_LAYER "self_attn.qkv_proj.bias", GGUF_LAYER "attn_qkv.bias"},
     [QKV_PART_Q_NORM] = {HF_LAYER "self_attn.q_norm.weight", GGUF_LAYER "attn_q_norm.weight"},
     [QKV_PART_K_NORM] = {HF_LAYER "self_attn.k_norm.weight", GGUF_LAYER "attn_k_norm.weight"},
+    [QKV_PART_SINKS] = {HF_LAYER "self_attn.sinks", GGUF_LAYER "attn_sinks.weight"},
     [QKV_PART_OUT] = {HF_LAYER "self_attn.o_proj.weight", GGUF_LAYER "attn_output.weight"},
     [QKV_PART_OUT_BIAS] = {HF_LAYER "self_attn.o_proj.bias", GGUF_LAYER "attn_output.bias"},
     [QKV_PART_ATTN_POST_NORM] = {HF_LAYER "post_attention_layernorm.weight",
@@ -72,11 +73,18 @@ static const char *hf_norm(enum qkv_part part, enum qkv_norm_names norms)
     return PART_NAMES[part].hf;
 }
 
+/* The same for GGUF. */
+static const char *gguf_norm(enum qkv_part part, enum qkv_norm_names norms)
+{
+    const bool post = norms == QKV_NORMS_POST && part == QKV_PART_MLP_NORM;
+    return PART_NAMES[post ? QKV_PART_ATTN_POST_NORM : part].gguf;
+}
+
 void qkv_part_name(char out[QKV_TENSOR_NAME_MAX], enum qkv_part part, int32_t layer,
                    enum qkv_container container, enum qkv_norm_names norms)
 {
     const char *name =
-        container == QKV_CONTAINER_SAFETENSORS ? hf_norm(part, norms) : PART_NAMES[part].gguf;
+        container == QKV_CONTAINER_SAFETENSORS ? hf_norm(part, norms) : gguf_norm(part, norms);
     const char *mark = strchr(name, '#');
     if (mark == NULL) {
         (void)snprintf(out, QKV_TENSOR_NAME_MAX, "%s", name);
@@ -283,6 +291,7 @@ static enum qkv_status bind_layer(struct qkv_error *err, struct binder *binder)
         {QKV_PART_QKV_BIAS, q + 2 * kv, 0, fused && config->qkv_bias},
         {QKV_PART_Q_NORM, config->head_dim, 0, config->qk_norm},
         {QKV_PART_K_NORM, config->head_dim, 0, config->qk_norm},
+        {QKV_PART_SINKS, config->n_heads, 0, config->sinks},
         {QKV_PART_OUT, hidden, q, true},
         {QKV_PART_OUT_BIAS, hidden, 0, config->out_bias},
         {QKV_PART_ATTN_POST_NORM, hidden, 0, config->post_norms},

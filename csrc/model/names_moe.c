@@ -1,10 +1,12 @@
 /* Experts: one tensor for each, for all of a layer, or for gate and up of all. Names: transformers'
- * modules (4.x: one each; 5.x, gpt-oss: gate and up of all), mlx-lm's switch_mlp, gguf-py's
- * tensor_mapping. "#" stands for the layer's number, "@" for the expert's. */
+ * modules (4.x: one each; 5.x, gpt-oss: gate and up of all), mlx-lm's switch_mlp (gpt-oss:
+ * experts), gguf-py's tensor_mapping. "#" stands for the layer's number, "@" for the expert's. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
+#include "base/mem.h"
+#include "io/name_list.h"
 #include "model/binder.h"
 
 enum place {
@@ -27,13 +29,16 @@ enum { GATE, UP, DOWN, N_CANDIDATES = 6 };
 static const struct candidate HF_EXPERTS[QKV_EXPERT_PARTS][N_CANDIDATES] = {
     [GATE] = {{HF "mlp.experts.@.gate_proj.weight", EACH},
               {HF "mlp.experts.gate_up_proj", BOTH},
-              {HF "mlp.switch_mlp.gate_proj.weight", STACKED}},
+              {HF "mlp.switch_mlp.gate_proj.weight", STACKED},
+              {HF "mlp.experts.gate_proj.weight", STACKED}},
     [UP] = {{HF "mlp.experts.@.up_proj.weight", EACH},
             {HF "mlp.experts.gate_up_proj", BOTH},
-            {HF "mlp.switch_mlp.up_proj.weight", STACKED}},
+            {HF "mlp.switch_mlp.up_proj.weight", STACKED},
+            {HF "mlp.experts.up_proj.weight", STACKED}},
     [DOWN] = {{HF "mlp.experts.@.down_proj.weight", EACH},
               {HF "mlp.experts.down_proj", STACKED},
-              {HF "mlp.switch_mlp.down_proj.weight", STACKED}},
+              {HF "mlp.switch_mlp.down_proj.weight", STACKED},
+              {HF "mlp.experts.down_proj.weight", STACKED}},
 };
 static const struct candidate MIXTRAL_EXPERTS[QKV_EXPERT_PARTS][N_CANDIDATES] = {
     [GATE] = {{HF "block_sparse_moe.experts.@.w1.weight", EACH},
@@ -56,9 +61,15 @@ static const struct candidate GGUF_EXPERTS[QKV_EXPERT_PARTS][N_CANDIDATES] = {
     [DOWN] = {{GGUF "ffn_down_exps.weight", STACKED}, {GGUF "ffn_down.@.weight", EACH}},
 };
 static const struct candidate BIASES[QKV_EXPERT_PARTS][N_CANDIDATES] = {
-    [GATE] = {{HF "mlp.experts.gate_up_proj_bias", BOTH}, {GGUF "ffn_gate_exps.bias", STACKED}},
-    [UP] = {{HF "mlp.experts.gate_up_proj_bias", BOTH}, {GGUF "ffn_up_exps.bias", STACKED}},
-    [DOWN] = {{HF "mlp.experts.down_proj_bias", STACKED}, {GGUF "ffn_down_exps.bias", STACKED}},
+    [GATE] = {{HF "mlp.experts.gate_up_proj_bias", BOTH},
+              {HF "mlp.experts.gate_proj.bias", STACKED},
+              {GGUF "ffn_gate_exps.bias", STACKED}},
+    [UP] = {{HF "mlp.experts.gate_up_proj_bias", BOTH},
+            {HF "mlp.experts.up_proj.bias", STACKED},
+            {GGUF "ffn_up_exps.bias", STACKED}},
+    [DOWN] = {{HF "mlp.experts.down_proj_bias", STACKED},
+              {HF "mlp.experts.down_proj.bias", STACKED},
+              {GGUF "ffn_down_exps.bias", STACKED}},
 };
 static const struct candidate SHARED[QKV_EXPERT_PARTS][N_CANDIDATES] = {
     [GATE] = {{HF "mlp.shared_experts.gate_proj.weight", EACH},
@@ -138,6 +149,23 @@ static int64_t first_row(const struct binder *binder, enum place place, int32_t 
     return place == BOTH ? expert * 2 * rows + behind : expert * rows;
 }
 
+/* One expert's part of a plain tensor that has [in, out] of each. */
+static enum qkv_status bind_columns(struct qkv_error *err, struct binder *binder, const char *name,
+                                    enum place place, int32_t part, int32_t expert, int64_t rows,
+                                    int64_t cols, struct qkv_stored **out)
+{
+    const struct qkv_tensor *tensor = qkv_weights_find(binder->weights, name);
+    const int64_t shape[3] = {binder->config->moe.routing.n_experts, cols,
+                              (place == BOTH ? 2 : 1) * rows};
+    QKV_TRY(qkv_bind_tensor(err, binder, tensor, 3, shape));
+    int64_t step;
+    const int64_t first = first_row(binder, place, part, 0, rows, &step);
+    void *block;
+    QKV_TRY(qkv_calloc(err, 1, sizeof **out, &block));
+    *out = block;
+    return qkv_stored_columns(err, tensor, expert, first, step, rows, *out);
+}
+
 /* Part `part`, [rows, cols], of an expert. */
 static enum qkv_status bind_part(struct qkv_error *err, struct binder *binder,
                                  const struct candidate *list, int32_t part, int32_t expert,
@@ -147,6 +175,11 @@ static enum qkv_status bind_part(struct qkv_error *err, struct binder *binder,
     const struct candidate *found = choose(binder, list, expert, name);
     if (found == NULL) {
         return missing(err, name);
+    }
+    if (found->place != EACH && binder->config->moe.plain_columns &&
+        !qkv_text_ends_with(name, ".weight") && qkv_weights_find(binder->weights, name) != NULL) {
+        return bind_columns(err, binder, name, found->place, part, expert, rows, cols,
+                            &out->matrix);
     }
     const int32_t n_stacked = found->place == EACH ? 0 : binder->config->moe.routing.n_experts;
     QKV_TRY(qkv_bind_matrix(err, binder, name, n_stacked, (found->place == BOTH ? 2 : 1) * rows,

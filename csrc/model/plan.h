@@ -20,6 +20,7 @@ struct qkv_layer_plan {
     struct qkv_linear_plan qkv;
     struct qkv_buffer *q_norm;
     struct qkv_buffer *k_norm;
+    struct qkv_buffer *sinks;
     struct qkv_linear_plan out;
     struct qkv_buffer *attn_post_norm;
     struct qkv_buffer *mlp_norm;

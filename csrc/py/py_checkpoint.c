@@ -529,24 +529,41 @@ static PyMethodDef checkpoint_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyObject *get_left_out(PyObject *object, void *unused)
+/* (how many, one of them) */
+static PyObject *count_tensors(PyObject *object,
+                               size_t (*count)(const struct qkv_weights *weights, const char **one))
 {
-    (void)unused;
     struct qkv_weights *weights = enter(object);
     if (weights == NULL) {
         return NULL;
     }
     const char *first;
-    const size_t n = qkv_weights_n_left_out(weights, &first);
+    const size_t n = count(weights, &first);
     PyObject *result = Py_BuildValue("(nN)", (Py_ssize_t)n, qkv_py_text(n == 0 ? "" : first));
     leave(object);
     return result;
+}
+
+static PyObject *get_left_out(PyObject *object, void *unused)
+{
+    (void)unused;
+    return count_tensors(object, qkv_weights_n_left_out);
+}
+
+static PyObject *get_further(PyObject *object, void *unused)
+{
+    (void)unused;
+    return count_tensors(object, qkv_weights_n_further);
 }
 
 static PyGetSetDef checkpoint_getset[] = {
     {"left_out", get_left_out, NULL,
      "(number of tensors that are no part of the text model, the first one's name): of a "
      "multimodal checkpoint; the others go by the names of a model of text alone.",
+     NULL},
+    {"further", get_further, NULL,
+     "(number of tensors of layers that predict tokens after the next one, the name of one): they "
+     "are not among the others.",
      NULL},
     {"container", get_container, NULL, "\"safetensors\" or \"gguf\".", NULL},
     {"folder", get_folder, NULL, "Where the files and config.json lie.", NULL},

@@ -26,6 +26,10 @@ class Checkpoint:
         """(number of tensors that are no part of the text model, the first one's name): of a
         multimodal checkpoint; the others go by the names of a model of text alone."""
     @property
+    def further(self) -> tuple[int, str]:
+        """(number of tensors of layers that predict tokens after the next one, the name of one):
+        they are not among the others."""
+    @property
     def container(self) -> Literal["safetensors", "gguf"]: ...
     @property
     def folder(self) -> str: ...

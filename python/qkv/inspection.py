@@ -31,6 +31,7 @@ class Inspection:
     n_tensors: int
     n_bytes: int
     left_out: tuple[int, str]  # tensors that are no part of the text model, and the first one
+    further: tuple[int, str]  # of layers that predict tokens after the next one: not loaded either
     formats: dict[str, tuple[int, int]]  # weight format -> (tensors, bytes)
     quantization: str = ""  # the method; "" if the weights are plain floats
     quantization_source: str = ""  # which file and key say so
@@ -116,6 +117,9 @@ class Inspection:
         if self.left_out[0]:
             others = f"{self.left_out[0]} of other parts than text ({self.left_out[1]}, ...)"
             rows.append(("  not loaded", others))
+        if self.further[0]:
+            others = f"{self.further[0]} of layers for tokens after the next ({self.further[1]})"
+            rows.append(("  not loaded", others))
         for name, (count, n_bytes) in self.formats.items():
             rows.append((f"  {name}", f"{count} tensors, {size(n_bytes)}"))
         rows += self._quantization_rows()
@@ -148,6 +152,7 @@ def inspect(model: str | os.PathLike[str]) -> Inspection:
     try:
         container, files = checkpoint.container, list(checkpoint.files)
         tensors, left_out = checkpoint.tensors(), checkpoint.left_out
+        further = checkpoint.further
         problem: str | None = None
         config: dict[str, Any] = {}
         try:
@@ -183,6 +188,7 @@ def inspect(model: str | os.PathLike[str]) -> Inspection:
         n_tensors=len(tensors),
         n_bytes=sum(entry[3] for entry in tensors),
         left_out=left_out,
+        further=further,
         formats=dict(sorted(formats.items(), key=lambda entry: -entry[1][1])),
         quantization=found.method,
         quantization_source=found.source,

@@ -121,6 +121,9 @@ def windows_and_ropes(config: Config) -> list[tuple[int, float, Mapping[str, Any
         ]
         local = (window, config["rope_local_base_freq"], None)
         return [local if kind == "sliding_attention" else full for kind in types]
+    if name == "GptOssForCausalLM":
+        kinds = config["layer_types"]
+        return [(window if t == "sliding_attention" else 0, full[1], full[2]) for t in kinds]
     if name in ("MistralForCausalLM", "Phi3ForCausalLM"):
         return [(window, full[1], full[2])] * n_layers
     if name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") and config.get("use_sliding_window"):
@@ -143,7 +146,15 @@ def rotate(x: Array, cos: Array, sin: Array, neighbours: bool = False) -> Array:
     return np.asarray(out)
 
 
-def attend(q: Array, k: Array, v: Array, scale: float, window: int, cap: float = 0.0) -> Array:
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    window: int,
+    cap: float = 0.0,
+    sinks: Array | None = None,
+) -> Array:
     """q [n, heads, dim], k and v [n, kv_heads, dim] -> [n, heads, dim]."""
     n, n_heads, _ = q.shape
     group = n_heads // k.shape[1]
@@ -154,8 +165,11 @@ def attend(q: Array, k: Array, v: Array, scale: float, window: int, cap: float =
         logits = q[:, head] @ k[:, head // group].T * q.dtype.type(scale)
         logits = cap * np.tanh(logits / cap) if cap else logits
         logits = np.where(hidden, -np.inf, logits)
-        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        out[:, head] = weights / weights.sum(axis=-1, keepdims=True) @ v[:, head // group]
+        top = logits.max(axis=-1, keepdims=True)
+        weights = np.exp(logits - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        total = total if sinks is None else total + np.exp(sinks[head] - top)
+        out[:, head] = weights / total @ v[:, head // group]
     return out
 
 
@@ -178,7 +192,8 @@ def logits(
     so many positions in front are computed with these tensors instead."""
 
     def cast(given: Mapping[str, NDArray[np.float32]]) -> dict[str, Array]:
-        return {name: np.asarray(values, dtype=dtype) for name, values in given.items()}
+        each = experts.expanded(config, given)
+        return {name: np.asarray(values, dtype=dtype) for name, values in each.items()}
 
     w = cast(tensors)
     n_first, first = (0, w) if prompt is None else (prompt[0], cast(prompt[1]))
@@ -229,12 +244,14 @@ def logits(
         if p + "self_attn.q_norm.weight" in w:
             q, k = norm(p + "self_attn.q_norm", q), norm(p + "self_attn.k_norm", k)
         q, k = rotate(q, cos, sin, neighbours), rotate(k, cos, sin, neighbours)
-        h = attend(q, k, v, scale, window, config.get("attn_logit_softcapping") or 0.0)
+        cap = config.get("attn_logit_softcapping") or 0.0
+        h = attend(q, k, v, scale, window, cap, w.get(p + "self_attn.sinks"))
         h = project(p + "self_attn.o_proj", h.reshape(n, -1))
         x = x + (norm(p + after_attention, h) if after_attention else h)
         h = norm(p + before_mlp, x)
         if experts.is_sparse(config, i):
-            h = experts.block(config, i, h, project, lambda x: activation(act, x))
+            bias = w.get(p + "mlp.gate.e_score_correction_bias")
+            h = experts.block(config, i, h, project, lambda x: activation(act, x), bias)
         else:
             if p + "mlp.gate_up_proj.weight" in w:
                 gate, up = np.split(project(p + "mlp.gate_up_proj", h), 2, axis=-1)

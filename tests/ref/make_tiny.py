@@ -39,6 +39,8 @@ ARCHS = {
     "mixtral": ("MixtralForCausalLM", "mixtral"),
     "qwen2_moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "glm4_moe": ("Glm4MoeForCausalLM", "glm4_moe"),
+    "gpt_oss": ("GptOssForCausalLM", "gpt_oss"),
 }
 GGUF_TYPES = {
     "F32": (0, 1, 4),
@@ -196,7 +198,7 @@ def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     qwen2 = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
     qkv_bias = name in qwen2 or config.get("attention_bias", False)
-    no_out_bias = (*qwen2, "Glm4ForCausalLM")
+    no_out_bias = (*qwen2, "Glm4ForCausalLM", "Glm4MoeForCausalLM")
     out_bias = name not in no_out_bias and config.get("attention_bias", False)
     parts = [("q", q), ("k", kv), ("v", kv)]
     mlp = [("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))]
@@ -212,9 +214,12 @@ def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield p + f"self_attn.{proj}_proj.weight", (n, hidden)
             if qkv_bias:
                 yield p + f"self_attn.{proj}_proj.bias", (n,)
-        if name in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"):
+        qk_norm = name in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+        if qk_norm or config.get("use_qk_norm"):
             yield p + "self_attn.q_norm.weight", (dim,)
             yield p + "self_attn.k_norm.weight", (dim,)
+        if name == "GptOssForCausalLM":
+            yield p + "self_attn.sinks", (config["num_attention_heads"],)
         yield p + "self_attn.o_proj.weight", (hidden, q)
         if out_bias:
             yield p + "self_attn.o_proj.bias", (hidden,)
@@ -249,6 +254,8 @@ def make_tensors(config: Config, seed: int) -> dict[str, F32]:
             values = values * 0.2 + (0.0 if name.endswith(".bias") else centre)
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             values *= 2.5 / np.sqrt(shape[1])
+        elif name.endswith("_bias"):  # of all experts: large enough to meet the clamps
+            values *= 3.0
         else:
             values *= 1.5 / np.sqrt(shape[1])
         out[name] = values.astype(np.float32)
@@ -424,6 +431,11 @@ GGUF_NAMES = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GGUF_NAMES_POST = {
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+}
 GGUF_NAMES_GEMMA = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -440,6 +452,10 @@ GGUF_NAMES_GLM4 = {
 def gguf_name(name: str, arch: str) -> str:
     names = GGUF_NAMES | (GGUF_NAMES_GLM4 if arch == "glm4" else {})
     names |= GGUF_NAMES_GEMMA if arch.startswith("gemma") else {}
+    names |= GGUF_NAMES_POST if arch in ("gpt_oss", "glm4_moe") else {}
+    whole = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+    if whole is not None and whole[2] in names:
+        return f"blk.{whole[1]}.{names[whole[2]]}"
     stem, kind = name.rsplit(".", 1)
     if stem in names:
         return f"{names[stem]}.{kind}"
@@ -492,6 +508,7 @@ def llama3_factors(config: Config) -> F32:
 
 def gguf_metadata(arch: str, config: Config, with_tokenizer: bool) -> dict[str, Any]:
     a = "llama" if arch in ("mistral", "mixtral") else arch.replace("_moe", "moe")
+    a = "gpt-oss" if arch == "gpt_oss" else a
     meta: dict[str, Any] = {
         "general.architecture": a,
         "general.name": f"tiny {arch}",
@@ -507,11 +524,14 @@ def gguf_metadata(arch: str, config: Config, with_tokenizer: bool) -> dict[str, 
         f"{a}.rope.dimension_count": rope_dim(config),
         f"{a}.rope.freq_base": float(config["rope_theta"]),
     }
-    if arch in ("gemma2", "gemma3", "phi3") and config["sliding_window"]:
+    if arch in ("gemma2", "gemma3", "phi3", "gpt_oss") and config["sliding_window"]:
         meta[f"{a}.attention.sliding_window"] = config["sliding_window"]
     if arch == "gemma2":
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             meta[f"{a}.{key}"] = float(config[key])
+    if further := config.get("num_nextn_predict_layers", 0):
+        meta[f"{a}.nextn_predict_layers"] = further
+        meta[f"{a}.block_count"] += further
     meta |= {f"{a}.{key}": value for key, value in experts.gguf_metadata(config).items()}
     scaling = config.get("rope_scaling")
     kind = scaling.get("rope_type", scaling.get("type")) if scaling else None
@@ -583,7 +603,9 @@ def write_gguf(
     gemma = is_gemma(config)
     stored: dict[str, F32] = {}
     entries: list[tuple[str, tuple[int, ...], str, bytes]] = []
-    for name, made in make_tensors(config, seed).items():
+    tensors = make_tensors(config, seed)
+    tensors = experts.split(tensors) if arch == "gpt_oss" else tensors
+    for name, made in tensors.items():
         target = gguf_name(name, arch)
         values = made + 1 if gemma and made.ndim == 1 else made
         values = values[0] if target.endswith("ffn_gate_inp_shexp.weight") else values
@@ -592,7 +614,8 @@ def write_gguf(
             which = "num_attention_heads" if ".attn_q." in target else "num_key_value_heads"
             heads = config[which]
             values = permute_rows(values, heads)
-        kind = "F32" if values.ndim == 1 else pick_type(types, target)
+        is_vector = values.ndim == 1 or target.endswith(".bias")
+        kind = "F32" if is_vector else pick_type(types, target)
         if kind in ("F32", "F16", "BF16"):
             data, back = encode(values, kind)
         else:
@@ -607,6 +630,11 @@ def write_gguf(
         stored[name] = (back - 1 if gemma and back.ndim == 1 else back).reshape(made.shape)
     scaling = config.get("rope_scaling")
     rope = scaling.get("rope_type", scaling.get("type")) if scaling else None
+    for i in range(config.get("num_nextn_predict_layers", 0)):
+        block = f"blk.{config['num_hidden_layers'] + i}."
+        for stem in ("nextn.eh_proj", "nextn.enorm", "attn_norm"):
+            ones = np.ones(64, np.float32).tobytes()
+            entries.append((f"{block}{stem}.weight", (64,), "F32", ones))
     extra: dict[str, F32] = {}
     if rope == "llama3":
         extra["rope_freqs"] = llama3_factors(config)

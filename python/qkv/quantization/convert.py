@@ -304,6 +304,8 @@ class _Source:
             found = {key: value for key, value in given.items() if key not in _SECTIONS}
             if isinstance(inner := found.get("text_config"), Mapping):
                 found["text_config"] = {k: v for k, v in inner.items() if k not in _SECTIONS}
+            if self._checkpoint.further[0]:
+                found["num_nextn_predict_layers"] = 0
         section = self._layout.config(sorted(self._ignored), self._kv_strategy)
         if self._layout.is_mlx:
             found["quantization"] = section
