@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +256,46 @@ def test_a_form_of_which_nothing_is_left(engine: qkv.Engine) -> None:
         assert output.error == (
             "structured output: logit_bias and bad_words forbid every token that may come next"
         )
+
+
+def test_rows_pass_a_form_that_compiles(
+    engine: qkv.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large form takes seconds, and all rows waited for it."""
+    others_done = threading.Event()
+    compile_now = engine._guides._compile
+
+    def held(structured: Mapping[str, Any]) -> Any:
+        if structured == {"regex": "the large one"}:
+            others_done.wait(60.0)
+        return compile_now(structured)
+
+    monkeypatch.setattr(engine._guides, "_compile", held)
+    large, small = params("regex", "the large one"), params("regex", "a small one")
+    free = SamplingParams(max_tokens=4)
+    given = [large, free, small, large, free]
+    order = []
+    for output in engine.stream([PROMPT] * len(given), given, progress=False):
+        order.append(output.index)
+        if len(order) == 3:
+            others_done.set()
+        assert output.error is None
+    assert set(order[:3]) == {1, 2, 4} and set(order[3:]) == {0, 3}
+    # Left in the middle, nothing stays behind.
+    others_done.clear()
+    engine._guides._grammars.clear()
+    stream = engine.stream([PROMPT] * len(given), given, progress=False)
+    assert next(stream).error is None
+    del stream
+    others_done.set()
+    assert answer(engine, large).text == "the large one"
+
+
+def test_a_form_that_is_too_large(engine: qkv.Engine) -> None:
+    """It took 13 seconds to compile."""
+    names = [f"field_{number}" for number in range(10_000)]
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    (output,) = engine.generate([PROMPT], params("json", schema), progress=False)
+    assert output.error is not None
+    assert output.error.startswith("structured_outputs['json']: grammar size")
+    assert "20000" in output.error

@@ -403,6 +403,8 @@ class Engine:
         with self._exclusive():
             self._core.close()
             self._seqs.clear()
+            if "_guides" in vars(self):
+                self._guides.close()
 
     def __enter__(self) -> "Engine":
         return self

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 from itertools import chain, count, repeat
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from ._core import Error, OutOfPages, Result
 from .outputs import Comparison, Completion, Key, Metrics, RequestOutput
 from .params import SamplingParams
 from .progress import Progress
-from .structured import Guide
+from .structured import Grammar, Guide
 from .tokenizer import Decoder, Tokenizer, check_text
 
 if TYPE_CHECKING:
@@ -171,6 +172,7 @@ class Run:
         self._progress = progress
         self._exhausted = False
         self._rows: set[Row] = set()
+        self._compiling: list[tuple[Item, Grammar]] = []  # rows whose form is not ready yet
         self._done: deque[RequestOutput] = deque()
 
     def results(self) -> Iterator[RequestOutput]:
@@ -191,6 +193,8 @@ class Run:
                 if self._rows:
                     with self._engine._exclusive():
                         self._progress.step(self._engine._pump())
+                elif self._compiling:
+                    wait([grammar.begin() for _, grammar in self._compiling], None, FIRST_COMPLETED)
                 elif self._exhausted:
                     finish = getattr(self._on_finish, "finish", None)
                     if finish is not None:
@@ -214,7 +218,13 @@ class Run:
             output.scores = {"error": described(error)}
 
     def _fill(self) -> None:
-        room = self._window - len(self._rows)
+        compiling, self._compiling = self._compiling, []
+        for begun, grammar in compiling:
+            if grammar.begin().done():
+                self._start(begun, grammar)
+            else:
+                self._compiling.append((begun, grammar))
+        room = self._window - len(self._rows) - len(self._compiling)
         if self._exhausted or room <= 0:
             return
         batch: list[Item] = []
@@ -226,21 +236,37 @@ class Run:
             batch.append(item)
         self._encode(batch)
         for item in batch:
-            if item.error is None:
-                self._start(item)
-            if item.error is not None:
-                ids = np.zeros(0, np.int32) if item.ids is None else item.ids
-                self._done.append(
-                    RequestOutput(
-                        index=item.index,
-                        key=item.key,
-                        prompt=item.text,
-                        prompt_token_ids=ids,
-                        error=item.error,
-                        too_long=item.too_long,
-                        metrics=Metrics(prompt_tokens=len(ids)),
-                    )
+            self._begin(item)
+
+    def _begin(self, item: Item) -> None:
+        """Starts it, now or when its form is compiled."""
+        grammar = None
+        if item.error is None and item.params.structured_outputs is not None:
+            try:
+                grammar = self._engine._guides.grammar(item.params.structured_outputs)
+            except Error as error:
+                item.error = str(error)
+        if grammar is not None and not grammar.begin().done():
+            self._compiling.append((item, grammar))
+        else:
+            self._start(item, grammar)
+
+    def _start(self, item: Item, grammar: Grammar | None) -> None:
+        if item.error is None:
+            self._add(item, grammar)
+        if item.error is not None:
+            ids = np.zeros(0, np.int32) if item.ids is None else item.ids
+            self._done.append(
+                RequestOutput(
+                    index=item.index,
+                    key=item.key,
+                    prompt=item.text,
+                    prompt_token_ids=ids,
+                    error=item.error,
+                    too_long=item.too_long,
+                    metrics=Metrics(prompt_tokens=len(ids)),
                 )
+            )
 
     def _encode(self, batch: Sequence[Item]) -> None:
         """Text to ids, many rows at once; a row that cannot be encoded gets its error."""
@@ -273,11 +299,11 @@ class Run:
         for (item, _), ids in zip(rows, encoded, strict=True):
             item.ids = np.asarray(ids)
 
-    def _start(self, item: Item) -> None:
+    def _add(self, item: Item, grammar: Grammar | None) -> None:
         try:
             item.ids = token_array(item.ids, self._engine._vocab)
             options = self._options(item, item.ids)
-            watches, guides = self._watches(item.params), self._guides(item.params)
+            watches, guides = self._watches(item.params), _guides(grammar)
         except (ValueError, Error) as error:
             item.error = str(error)
             return
@@ -317,15 +343,6 @@ class Run:
         tokenizer = self._engine.tokenizer
         skip = params.skip_special_tokens
         return (StopWatch(params, tokenizer.decoder(skip_special_tokens=skip)) for _ in count())
-
-    def _guides(self, params: SamplingParams) -> Iterator[Guide | None]:
-        """One for each sequence; Error if the grammar does not compile."""
-        structured = params.structured_outputs
-        if structured is None:
-            return repeat(None)
-        guides = self._engine._guides
-        first = guides.guide(structured)
-        return chain((first,), (guides.guide(structured) for _ in count()))
 
     def _logprob_start(self, item: Item, ids: NDArray[np.int32]) -> int:
         if item.params.prompt_logprobs is None or len(ids) <= item.logprob_start:
@@ -404,6 +421,7 @@ class Run:
         self._rows.discard(row)
 
     def _abort(self) -> None:
+        self._compiling.clear()
         for row in list(self._rows):
             self._drop(row)
 
@@ -478,6 +496,14 @@ class Run:
             prompt_top_logprobs=first.prompt_top_logprobs,
             metrics=_metrics(results, len(row.ids)),
         )
+
+
+def _guides(grammar: Grammar | None) -> Iterator[Guide | None]:
+    """One for each sequence; Error if the grammar does not compile."""
+    if grammar is None:
+        return repeat(None)
+    first = grammar.guide()
+    return chain((first,), (grammar.guide() for _ in count()))
 
 
 def _text(tokenizer: Tokenizer | None, ids: NDArray[np.int32], params: SamplingParams) -> str:

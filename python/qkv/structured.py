@@ -8,6 +8,7 @@ the same tokens in any batch.
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,10 @@ _JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_se
 
 _MAX_COMPILED = 64  # grammars of one engine that are kept
 _MAX_WRITTEN = 1 << 20  # characters of a grammar
+#: Of a compiled one. An optional property of a JSON schema is 8, a required one 4, and time goes
+#: with the square: 2,500 optional ones take 0.4 s (of a Zen 4 core), 10,000 would take 8.
+_MAX_SYMBOLS = 20_000
+_COMPILERS = 2  # threads, so that small forms pass a large one
 
 
 def check(given: Any) -> dict[str, Any] | None:
@@ -175,8 +180,10 @@ class Guides:
                 "structured_outputs: the model names no end-of-text token, which ends an output"
             )
         self._matcher = llguidance.LLMatcher
+        self._limits = llguidance.LLParserLimits(max_grammar_size=_MAX_SYMBOLS)
         self._n_vocab = n_vocab
-        self._compiled: OrderedDict[str, Any] = OrderedDict()  # matchers, and what did not compile
+        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
+        self._pool = ThreadPoolExecutor(_COMPILERS, "qkv-grammar")
         try:
             self._tokenizer = llguidance.LLTokenizer(
                 tokenizer.to_json(), n_vocab=n_vocab, eos_token=list(eos_ids)
@@ -186,28 +193,25 @@ class Guides:
                 f"structured_outputs: llguidance does not read this tokenizer: {error}"
             ) from error
 
-    def guide(self, structured: Mapping[str, Any]) -> Guide:
-        """Of a new sequence; Error if the grammar does not compile."""
+    def grammar(self, structured: Mapping[str, Any]) -> "Grammar":
+        """Of this form, compiled or not."""
         written = json.dumps(structured, sort_keys=True)
-        found = self._compiled.get(written)
+        found = self._grammars.get(written)
         if found is None:
-            try:
-                found = self._compile(structured)
-            except Error as error:  # kept, too: many rows may have it, and finding out takes time
-                found = str(error)
-            self._compiled[written] = found
-            if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(written)
-        if isinstance(found, str):
-            raise Error(found)
+            found = Grammar(lambda: self._compile(structured), self._pool, self._n_vocab)
+            self._grammars[written] = found
+            if len(self._grammars) > _MAX_COMPILED:
+                self._grammars.popitem(last=False)
+        self._grammars.move_to_end(written)
+        return found
 
-        def alone() -> Any:
-            if self._compiled.get(written) is found:  # the next sequences begin anew together
-                del self._compiled[written]
-            return self._compile(structured)
+    def guide(self, structured: Mapping[str, Any]) -> Guide:
+        """Of a new sequence; waits. Error if the grammar does not compile."""
+        return self.grammar(structured).guide()
 
-        return Guide(found.deep_copy(), self._n_vocab, alone)
+    def close(self) -> None:
+        """What has not begun to compile never will."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, structured: Mapping[str, Any]) -> Any:
         kind, value = next(iter(structured.items()))
@@ -223,9 +227,46 @@ class Guides:
             else:
                 schema = {"type": "object"} if kind == "json_object" else value
                 grammar = self._matcher.grammar_from_json_schema(json.dumps(schema), _JSON_FORM)
-            matcher = self._matcher(self._tokenizer, grammar, log_level=0)
+            matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         except Exception as error:  # whatever its own code raises
             raise Error(f"structured_outputs[{kind!r}]: {error}") from error
         if reason := _reason(matcher):
             raise Error(f"structured_outputs[{kind!r}]: {reason}")
         return matcher
+
+
+class Grammar:
+    """A form that other threads compile: a large one takes seconds, and rows that do not need it
+    are not to wait."""
+
+    def __init__(self, compile: Callable[[], Any], pool: Executor, n_vocab: int) -> None:
+        self._compile = compile
+        self._pool = pool
+        self._n_vocab = n_vocab
+        self._found: Future[Any] | None = None
+
+    def _attempt(self) -> Any:
+        """A matcher, or why there is none: kept, too, as many rows may have it."""
+        try:
+            return self._compile()
+        except Error as error:
+            return str(error)
+
+    def begin(self) -> Future[Any]:
+        """A matcher or a text, when it is there."""
+        if self._found is None:
+            self._found = self._pool.submit(self._attempt)
+        return self._found
+
+    def guide(self) -> Guide:
+        """Of a new sequence; waits. Error if it does not compile."""
+        found = self.begin().result()
+        if isinstance(found, str):
+            raise Error(found)
+
+        def alone() -> Any:
+            if self._found is not None and self._found.result() is found:
+                self._found = None  # the next sequences begin anew together
+            return self._compile()
+
+        return Guide(found.deep_copy(), self._n_vocab, alone)
