@@ -189,8 +189,7 @@ soak: $(VENV)/test.stamp soak-models
 		$(CTESTS) --fuzz $$target --seconds 300 || exit 1; \
 	done
 	rm -rf build/kills
-	$(BIN)/python tests/tools/kill_runs.py build/kills --kills 10000 --rows 20000
-	$(BIN)/python tests/tools/kill_runs.py build/kills --kills 1000 --rows 5000 --parquet
+	$(BIN)/python tests/tools/kill_runs.py build/kills --kills 10000 --rows 100 --rounds 200
 	$(BIN)/python tests/bench/bench_dataset.py many --rows 1000000
 	$(MAKE) isa asan tsan
 

@@ -1,22 +1,30 @@
 """Kills a run over a data set again and again, until it is through, and compares what it wrote with
 what a run that nobody disturbed writes: byte for byte, after sorting.
 
-    python tests/tools/kill_runs.py FOLDER [--kills 10000] [--rows 20000] [--seed 1] [--parquet]
+    python tests/tools/kill_runs.py FOLDER [--kills 50] [--rows 2000] [--rounds 1] [--seed 1]
 
-makes a tiny model in FOLDER. The process that is killed is a fork of this one, which has imported
-everything and opened no engine: so a life costs milliseconds. Some are killed after so many rows,
-some after so long: while the output is looked through, the header written, the model loaded."""
+makes a tiny model in FOLDER. Each round has rows of its own; every fourth writes a table. The
+process that is killed is a fork of this one, which has imported everything and opened no engine: a
+life costs milliseconds, so that 10,000 take minutes. Some are killed after so many more rows, some
+after so much time, a processor's or a clock's, from the first instruction to the last: while the
+settings are hashed and the header is written, the model loaded, the output looked through, rows
+with an error taken out, the table written. `moments` of what is printed says where they were:
+"replacing" is while a file is written that is to take the place of another."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
+import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -44,13 +52,14 @@ def write_rows(path: Path, n_rows: int, seed: int) -> None:
             file.write(line + "\n")
 
 
-def run(model: Path, source: Path, out: Path) -> None:
+def run(model: Path, source: Path, out: Path, retry_errors: bool = False) -> None:
     qkv.run_dataset(
         model,
         source,
         out,
         qkv.SamplingParams(temperature=0.8, logprobs=0),
         options=qkv.dataset.Rows(token_ids=True),
+        retry_errors=retry_errors,
         progress=False,
         kv_tokens=1024,
         max_running=8,
@@ -71,46 +80,73 @@ def start(work: Callable[[], None]) -> int:
     return pid
 
 
-def live(pid: int, path: Path, bytes_more: int, seconds: float) -> int | None:
-    """Until the file has grown by so much or the time is over, then SIGKILL. The exit code if it
-    ended before."""
-    size = path.stat().st_size if path.exists() else 0
+def undisturbed(work: Callable[[], None]) -> None:
+    _, status = os.waitpid(start(work), 0)
+    if status != 0:
+        raise SystemExit("a run that nobody disturbed failed")
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def live(pid: int, path: Path, bytes_more: int, worked: float, seconds: float) -> int | None:
+    """Until the file has grown by so much, the process has worked for so long, or the time is over,
+    then SIGKILL. The exit code if it ended before."""
+    size = size_of(path)
+    work = Path(f"/proc/{pid}/schedstat")  # of its first thread, in nanoseconds
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
             return os.waitstatus_to_exitcode(status)
-        if path.exists() and path.stat().st_size >= size + bytes_more:
+        if size_of(path) >= size + bytes_more:
             break
-        time.sleep(0.0003)
+        if int(work.read_text().split()[0]) >= 1e9 * worked:
+            break
+        time.sleep(0.002)
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     return None if code == -signal.SIGKILL else code
 
 
-def kill_until_done(model: Path, source: Path, out: Path, kills: int, seed: int, size: int) -> int:
-    """Lives of random lengths, as many as are asked for at least; size: of the whole output. How
-    often it was killed."""
-    draw = random.Random(seed)
-    killed = 0
-    lines = lines_of(out)
-    while True:
-        there = lines.stat().st_size if lines.exists() else 0
-        left = max(kills - killed, 0)
-        share = (size - there) / (1.2 * left + 1)
-        if left == 0:
-            bytes_more, seconds = 2 * size, 600.0
-        elif draw.random() < 0.2:
-            bytes_more, seconds = 2 * size, draw.uniform(0.0, 0.05)
-        else:
-            bytes_more, seconds = int(draw.uniform(0.0, 2.0 * share)), 600.0
-        code = live(start(lambda: run(model, source, out)), lines, bytes_more, seconds)
-        if code == 0:
-            return killed
-        if code is not None:
+def moment(out: Path, about: int, there: int, size: int) -> str:
+    """Where a life was when it ended; about, there: how much the header's file and the rows had
+    when it began."""
+    if any(Path(f"{path}.tmp").exists() for path in (out, lines_of(out))):
+        return "replacing"
+    if size_of(Path(f"{out}.qkv")) <= about:
+        return "starting"
+    if there >= size or size_of(lines_of(out)) >= size:
+        return "complete"
+    return "writing" if size_of(lines_of(out)) > there else "reading"
+
+
+def kill_until_done(
+    model: Path, source: Path, out: Path, kills: int, draw: random.Random, size: int, longest: float
+) -> Counter[str]:
+    """Lives of random lengths, with as many kills, then one that comes to its end; size: of the
+    whole output; longest: about what a life needs to find all rows there. The kills' moments."""
+    moments: Counter[str] = Counter()
+    while (left := kills - moments.total()) > 0:
+        about, there = size_of(Path(f"{out}.qkv")), size_of(lines_of(out))
+        bytes_more, worked, seconds = sys.maxsize, math.inf, math.inf
+        kind, retry = draw.random(), draw.random() < 0.25
+        if there < size and kind < 0.6:
+            bytes_more = int(draw.uniform(1.0, 2.0 * (size - there) / (1.2 * left + 1) + 1.0))
+        elif kind < 0.8:
+            worked = draw.uniform(0.0, longest)
+        else:  # also while it waits for the disk
+            seconds = draw.uniform(0.0, 2.0 * longest)
+        pid = start(partial(run, model, source, out, retry))
+        code = live(pid, lines_of(out), bytes_more, worked, seconds)
+        if code is None:
+            moments[moment(out, about, there, size)] += 1
+        elif code != 0:
             raise SystemExit(f"a run ended by itself with the exit code {code}")
-        killed += 1
+    undisturbed(lambda: run(model, source, out))
+    return moments
 
 
 def lines_of(out: Path) -> Path:
@@ -128,32 +164,57 @@ def is_table_of(table: Path, lines: list[bytes]) -> bool:
     return sorted(found) == sorted(full)
 
 
+def one_round(folder: Path, model: Path, n_rows: int, kills: int, seed: int) -> Counter[str]:
+    folder.mkdir()
+    source, whole = folder / "in.jsonl", folder / "whole.jsonl"
+    out = folder / ("killed.parquet" if seed % 4 == 0 else "killed.jsonl")
+    write_rows(source, n_rows, seed)
+    undisturbed(lambda: run(model, source, whole))
+    wanted = whole.read_bytes()
+    longest = 0.03 + 1e-4 * n_rows
+    draw = random.Random(seed)
+    moments = kill_until_done(model, source, out, kills, draw, len(wanted), longest)
+    found = lines_of(out).read_bytes().splitlines()
+    if sorted(found) != sorted(wanted.splitlines()):
+        raise SystemExit(f"{out}: not the rows of {whole}")
+    # Its threads are not to be there when the next life is forked.
+    if out != lines_of(out) and os.waitpid(start(lambda: check_table(out, found)), 0)[1] != 0:
+        raise SystemExit(f"{out}: not the rows of {lines_of(out)}")
+    return moments
+
+
+def check_table(out: Path, lines: list[bytes]) -> None:
+    if not is_table_of(out, lines):
+        raise SystemExit(1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=10_000)
-    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--parquet", action="store_true")
     args = parser.parse_args()
-    model, source = args.folder / "model", args.folder / "in.jsonl"
-    model.mkdir(parents=True, exist_ok=True)
+    model = args.folder / "model"
+    model.mkdir(parents=True)
     make_tiny.write(model, "llama")
-    write_rows(source, args.rows, args.seed)
-    ending = "parquet" if args.parquet else "jsonl"
-    whole, out = args.folder / "whole.jsonl", args.folder / f"killed.{ending}"
-    if live(start(lambda: run(model, source, whole)), whole, sys.maxsize, 3600.0) != 0:
-        raise SystemExit("the undisturbed run failed")
-    wanted = whole.read_bytes()
     begun = time.monotonic()
-    killed = kill_until_done(model, source, out, args.kills, args.seed, len(wanted))
-    found = lines_of(out).read_bytes().splitlines()
-    same = sorted(found) == sorted(wanted.splitlines())
-    same = same and (not args.parquet or is_table_of(out, found))
-    facts = {"kills": killed, "rows": len(found), "same": same,
-             "seconds": round(time.monotonic() - begun, 1)}  # fmt: skip
-    print(json.dumps(facts))
-    sys.exit(0 if same else 1)
+    moments: Counter[str] = Counter()
+    for number in range(args.rounds):
+        kills = math.ceil((args.kills - moments.total()) / (args.rounds - number))
+        folder = args.folder / f"round{number}"
+        moments += one_round(folder, model, args.rows, kills, args.seed + number)
+        shutil.rmtree(folder)
+        facts = {
+            "rounds": number + 1,
+            "kills": moments.total(),
+            "rows": args.rows,
+            "same": True,
+            "moments": dict(moments),
+            "seconds": round(time.monotonic() - begun, 1),
+        }
+        print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":
