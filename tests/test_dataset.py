@@ -20,6 +20,7 @@ import pytest
 import qkv
 from qkv import dataset
 from qkv.dataset.sink import Sink
+from qkv.dataset.source import open_source
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS: dict[str, Any] = {"kv_tokens": 1024, "threads": 1, "max_running": 8}
@@ -157,6 +158,27 @@ def test_an_id_twice(engine: qkv.Engine, tmp_path: Path) -> None:
         assert set(found) == {1, "1", "1 (row 4)", *twice}
         assert "the id 1 was used before" in found["1 (row 2)"]["error"]
         assert {name for name in found if found[name]["state"] == "error"} == set(twice)
+
+
+def test_a_broken_line_takes_no_other_rows_id(engine: qkv.Engine, tmp_path: Path) -> None:
+    """It took its place: the row that has this integer for an id was refused when it came."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    whole = ['{"id": 3, "prompt": "a"}', '{"id": 2, "prompt": "b"}', '{"id": 1, "prompt": "c"}']
+    for lines, broken in (
+        (['{"id": ', *whole, '{"id": 0, "prompt": "d"}'], {-1}),
+        ([*whole[:2], '{"id": 1.5, "prompt": "c"}', '{"prompt": "c"}', "5", whole[2]], {-3, -5}),
+    ):
+        source.write_text("\n".join(lines))
+        run(engine, source, out, restart=True)
+        found = read(out)
+        assert {name for name in found if found[name]["state"] == "error"} == broken
+        assert {1, 2, 3} < set(found) and len(found) == len(lines)
+        assert run(engine, source, out).before == len(lines)
+        rows = open_source(source).rows()
+        again = {row["id"]: row for row in dataset.answers(engine, rows, params=GREEDY)}
+        assert {name: row["state"] for name, row in again.items()} == {
+            name: row["state"] for name, row in found.items()
+        }
 
 
 # ---- going on --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -314,10 +315,12 @@ def test_parts_that_do_not_fit(engine: qkv.Engine, tmp_path: Path) -> None:
         return path
 
     zero, one = part("zero", 0), part("one", 1)
+    (tmp_path / "link.jsonl").symlink_to(one)
     out = tmp_path / "all.jsonl"
     for parts, words in (
         ([zero], "shards 1 of 2 are missing"),
-        ([zero, zero], "another process"),
+        ([zero, one, zero], "zero.jsonl: the same part twice, as"),
+        ([zero, one, tmp_path / "link.jsonl"], "link.jsonl: the same part twice, as"),
         ([zero, part("again", 0)], "is shard 0/2, and so is"),
         ([zero, part("three", 1, 3)], "shard"),
         ([zero, part("hot", 1, temperature=0.5)], "settings.sampling.temperature"),
@@ -394,6 +397,24 @@ def test_index() -> None:
     assert keys.of_id(1) != keys.of_id("1")
     assert keys.of_row(b"a", {"x": 1, "y": 2}) == keys.of_row(b"a", {"y": 2, "x": 1})
     assert keys.of_row(b"a", {"x": 1}) != keys.of_row(b"b", {"x": 1})
+
+
+def test_an_index_beyond_what_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes into a file without a name. A disk that has no room for it ends the run."""
+    monkeypatch.setattr(keys, "CACHE_KIB", 64)
+    index = keys.Index()
+    for number in range(5000):
+        index.put(keys.of_id(number), keys.SEEN, number)
+    assert all(index.get(keys.of_id(number)) == (keys.SEEN, number) for number in range(5000))
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # of the listing itself
+            found.append(os.fstat(int(name)))
+    assert any(file.st_nlink == 0 and file.st_size > 100_000 for file in found)
+    index._do("PRAGMA max_page_count = 80")
+    with pytest.raises(qkv.Error, match="the index of ids, a temporary file.*is full"):
+        for number in range(5000, 20_000):
+            index.put(keys.of_id(number), keys.SEEN, number)
 
 
 # ---- the command -----------------------------------------------------------------------------

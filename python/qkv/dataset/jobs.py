@@ -46,8 +46,8 @@ def run_dataset(
 
     model: as Engine takes it, with engine_options; or an Engine, which stays open.
     rows: a .jsonl, .csv, .parquet or .txt file, or an iterable of mappings or prompts, also an
-        endless one. Read as they are needed; what is kept of each row is its entry in an index, 32
-        to 64 bytes.
+        endless one. Read as they are needed. What is kept of each row is an entry in an index of
+        ids: 45 bytes in a temporary file, where there are more than 100,000 rows.
     out: a .jsonl or .parquet file (extra `parquet`). prompt.py lists the columns. out.qkv beside it
         holds the settings; a table is written at the end, from out.jsonl, which is kept.
     params: how prompts are continued; a row may have its own (options.params).
@@ -194,7 +194,8 @@ class _Job:
     ) -> Iterator[Request]:
         """What is still to be done."""
         place, n_shards = self._shard
-        for number, row in enumerate(islice(self._source.rows(), self._limit)):
+        rows = prompts.begin(islice(self._source.rows(), self._limit))
+        for number, row in enumerate(rows):
             self._read += 1
             if self._skip_bad and isinstance(row, Bad):
                 summary.skipped += 1

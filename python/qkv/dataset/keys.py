@@ -1,24 +1,25 @@
 """What tells rows apart: an id within the output, and a key of all that a row's answer depends on.
 
-The index of a run holds 24 bytes for each row read: 16 of the id, 8 of the row, two bits of them
-its state. Its table is between three eighths and three quarters full, so that it takes 32 to 64
-bytes a row. That is all in a run that grows with the input, and it is needed: to find what is done
-already, and an id that comes twice."""
+The index of a run holds 16 bytes of each id that was read and 8 of its row: to find what is done
+already, and an id that comes twice. It is all in a run that grows with the input, some 45 bytes a
+row with what SQLite adds, and beyond a few MiB it is on the disk."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from array import array
+import sqlite3
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .._core import Error
 from ..outputs import json_ready
 from ..run import described
 
 #: A row's state in the index.
 DONE, FAILED, SEEN = 1, 2, 3  # in the output, in it with an error, read in this run
-_FLAGS = 3
+#: Of the index, what is held in memory: that of 100,000 rows.
+CACHE_KIB = 4096
 #: Levels of lists and objects in a row. Python's own bound would be the caller's concern.
 MAX_DEPTH = 128
 
@@ -84,56 +85,43 @@ def shard_of(id_key: bytes, n_shards: int) -> int:
 
 
 class Index:
-    """Ids, each with 62 bits of its row's key and a state: an open hash table in three arrays."""
+    """Ids, each with 63 bits of its row's key and a state. A table of SQLite without a name: up to
+    CACHE_KIB it is in memory, what is more goes into a temporary file that has no name either and
+    is gone with the process, however that ends. Nothing in it is not in the output or the input."""
 
     def __init__(self) -> None:
-        self._n = 0
-        self._resize(1024)
+        self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        # Nothing is ever rolled back, and one transaction for all: nothing is written for safety.
+        self._do("PRAGMA journal_mode = OFF")
+        self._do(f"PRAGMA cache_size = -{CACHE_KIB}")
+        self._do("CREATE TABLE rows (id BLOB PRIMARY KEY, state INTEGER, bits INTEGER)"
+                 " WITHOUT ROWID")  # fmt: skip
+        self._do("BEGIN")
+
+    def _do(self, sql: str, values: tuple[Any, ...] = ()) -> tuple[Any, ...] | None:
+        try:
+            found: tuple[Any, ...] | None = self._db.execute(sql, values).fetchone()
+        except sqlite3.Error as error:
+            raise Error(
+                f"the index of ids, a temporary file where SQLITE_TMPDIR or TMPDIR says: {error}"
+            ) from error
+        return found
+
+    def __del__(self) -> None:
+        self._db.close()
 
     def __len__(self) -> int:
-        return self._n
-
-    def _resize(self, n_slots: int) -> None:
-        self._mask = n_slots - 1
-        self._low = array("Q", bytes(8 * n_slots))
-        self._high = array("Q", bytes(8 * n_slots))
-        self._value = array("Q", bytes(8 * n_slots))  # 0: the slot is free
-
-    def _slot(self, low: int, high: int) -> int:
-        """Where it is, or the free place where it belongs."""
-        lows, highs, values, mask = self._low, self._high, self._value, self._mask
-        at = low & mask
-        while values[at] and (lows[at] != low or highs[at] != high):
-            at = (at + 1) & mask
-        return at
+        (n,) = self._do("SELECT count(*) FROM rows") or (0,)
+        return int(n)
 
     def get(self, id_key: bytes) -> tuple[int, int] | None:
         """State, and the bits that row_bits() makes of the row's key."""
-        value = self._value[self._slot(*_halves(id_key))]
-        return (value & _FLAGS, value & ~_FLAGS) if value else None
+        return self._do("SELECT state, bits FROM rows WHERE id = ?", (id_key,))
 
     def put(self, id_key: bytes, state: int, bits: int) -> None:
-        low, high = _halves(id_key)
-        at = self._slot(low, high)
-        if not self._value[at]:
-            self._n += 1
-            if 4 * self._n > 3 * (self._mask + 1):
-                self._grow()
-                at = self._slot(low, high)
-        self._low[at], self._high[at], self._value[at] = low, high, bits | state
-
-    def _grow(self) -> None:
-        old = zip(self._low, self._high, self._value, strict=True)
-        self._resize(2 * (self._mask + 1))
-        for low, high, value in old:
-            if value:
-                at = self._slot(low, high)
-                self._low[at], self._high[at], self._value[at] = low, high, value
-
-
-def _halves(id_key: bytes) -> tuple[int, int]:
-    return int.from_bytes(id_key[:8], "little"), int.from_bytes(id_key[8:], "little")
+        self._do("REPLACE INTO rows VALUES (?, ?, ?)", (id_key, state, bits))
 
 
 def row_bits(row_key: str) -> int:
-    return int(row_key[:16], 16) & ~_FLAGS
+    """As many as an integer of SQLite takes."""
+    return int(row_key[:16], 16) >> 1

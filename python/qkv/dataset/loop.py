@@ -95,7 +95,7 @@ def answers(
 def requests(prompts: Prompts, rows: Iterable[Any], first: int = 0) -> Iterator[Request]:
     """Of all rows, those with an id that was used before as an error."""
     known = keys.Index()
-    for place, row in enumerate(open_source(rows).rows(), first):
+    for place, row in enumerate(prompts.begin(open_source(rows).rows()), first):
         request = prompts.identify(row, place)
         while known.get(request.id_key) is not None:
             request = prompts.duplicate(request)

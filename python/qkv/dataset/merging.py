@@ -23,8 +23,9 @@ def merge(parts: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) 
     if not parts:
         raise ValueError("merge: no parts")
     with ExitStack() as stack:
-        sinks = []
+        sinks: list[Sink] = []
         for part in parts:
+            _check_once(part, sinks)
             sinks.append(_existing(part))
             stack.callback(sinks[-1].close)
         headers = [_finished(sink) for sink in sinks]
@@ -37,6 +38,14 @@ def merge(parts: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) 
         target.adopt({**first, "settings": settings}, _joined(sinks, total))
         target.finish({**headers[0][1], "rows": total, "summary": None})
         return total
+
+
+def _check_once(path: str | os.PathLike[str], others: Sequence[Sink]) -> None:
+    """Error for a part that was given before, by whatever name: its lock would say that another
+    process writes to it."""
+    for other in others:
+        if os.path.exists(path) and os.path.samefile(path, other.path):
+            raise Error(f"{os.fspath(path)}: the same part twice, as {other.path} before")
 
 
 def _existing(path: str | os.PathLike[str]) -> Sink:

@@ -2,7 +2,8 @@
 
 An output row has, in this order:
 
-    id                the row's own (a column), else its place in the input, from 0 on
+    id                the row's own (a column), else its place in the input, from 0 on; -1 - place
+                      where the first row's id is an integer: of none of the others, then
     its columns       as they came; one that has a name of those below gets "input_" before it
     text              of the first sample, null if there is none
     finish_reason     "stop" or "length"; stop_reason: the string or token id that ended it, or null
@@ -22,8 +23,10 @@ Nothing of it depends on the place in the batch, the time, or what was cached.""
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 
 _ID_COLUMNS = ("id", "key", "custom_id")
 _PROMPT_COLUMNS = ("prompt", "prompt_token_ids", "messages")
+#: Rows that are looked at for one that can be read, before the first is named.
+_HEAD = 1000
 _RESULTS = frozenset(
     ("id", "text", "finish_reason", "stop_reason", "state", "error", "prompt_tokens",
      "output_tokens", "prompt_token_ids", "token_ids", "logprobs", "top_ids", "top_logprobs",
@@ -58,8 +63,8 @@ class Rows:
     chat: whether a prompt that is text goes through the model's chat template (None: if there is a
         system message). Messages always do.
     id: the column with the row's name, text or an integer, unlike any other's. None: the first of
-        id, key, custom_id that a row has, else its place. The seed of a row without one comes from
-        its prompt and its own id.
+        id, key, custom_id that a row has, else its place (among integers: -1 - place). The seed
+        comes from the prompt and the row's own id.
     params: a column with sampling parameters of the row's own (an object or its JSON text), which
         go before the common ones. None: "params", where it is an object.
     columns: the input columns that are kept; None: all.
@@ -110,16 +115,36 @@ class Prompts:
         self._fill = None if rows.template is None else row_template(rows.template)
         self._chat = rows.chat if rows.chat is not None else rows.system is not None
         self._own: tuple[str, SamplingParams] = ("", params)  # the last that a row had
+        self._integers = False  # whether ids are integers
 
     def check(self, engine: Engine) -> None:
         """Error if all prompts would need a chat template and the model has none."""
         if self._chat:
             engine.tokenizer.apply_chat_template([{"role": "user", "content": "?"}])
 
+    def begin(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """The same rows. The first that can be read shows whether ids are integers: then a line
+        that is no row must not have its place for a name, which another row may have."""
+        head: list[Row] = []
+        for row in rows:
+            head.append(row)
+            if not isinstance(row, Bad):
+                with suppress(Exception):  # its own error later
+                    self._integers = isinstance(self._own_id(row)[0], int)
+                break
+            if len(head) == _HEAD:
+                break
+        return chain(head, rows)
+
+    def _name(self, place: int) -> int:
+        """Of a row without an id."""
+        return -1 - place if self._integers else place
+
     def identify(self, row: Row, place: int) -> Request:
         """The row with its id and keys, without a prompt yet: enough to know whether it is done."""
+        name = self._name(place)
         if isinstance(row, Bad):
-            return self._request(place, place, {}, ValueError(row.reason), row.reason)
+            return self._request(place, name, {}, ValueError(row.reason), row.reason)
         columns: dict[str, Any] = {}
         own = None
         try:
@@ -128,9 +153,9 @@ class Prompts:
             keys.check(columns)
         except Exception as error:  # of values that came from outside
             reason = str(error) or type(error).__name__
-            used = place if own is None else own
+            used = name if own is None else own
             return self._request(place, used, {}, ValueError(reason), reason)
-        used = place if own is None else own
+        used = name if own is None else own
         return self._request(place, used, columns, problem, columns, own)
 
     def _request(
