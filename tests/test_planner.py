@@ -113,6 +113,11 @@ def test_latent_rows(kv: str, n_bytes: int) -> None:
     assert plan(KIMI_K2, memory_gib=1000, weights_gib=1).bytes_per_token[kv] == n_bytes
 
 
+@pytest.mark.parametrize(("kv", "n_bytes"), [("bf16", 98304), ("fp8_e4m3", 49152)])
+def test_experts_do_not_change_a_token_s_bytes(kv: str, n_bytes: int) -> None:
+    assert plan(QWEN3_30B, memory_gib=100, weights_gib=57.75).bytes_per_token[kv] == n_bytes
+
+
 def test_published_latent_pools() -> None:
     """One memory gave 686,000 tokens in bf16 and 1,370,000 in fp8."""
     pool = 686000 * 70272 / planner.GIB

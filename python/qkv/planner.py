@@ -320,8 +320,11 @@ def _gguf_shape(metadata: Mapping[str, Any]) -> KvShape:
     def get(name: str) -> Any:
         return metadata.get(f"{arch}.{name}")
 
+    n_layers, n_further = get("block_count"), get("nextn_predict_layers")
+    if isinstance(n_layers, int) and isinstance(n_further, int):
+        n_layers -= n_further  # layers for tokens after the next one: not run
     config: dict[str, Any] = {
-        "num_hidden_layers": get("block_count"),
+        "num_hidden_layers": n_layers,
         "hidden_size": get("embedding_length"),
         "num_attention_heads": get("attention.head_count"),
         "num_key_value_heads": get("attention.head_count_kv"),

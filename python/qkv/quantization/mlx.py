@@ -1,6 +1,7 @@
 """MLX (mlx-lm, mlx-community): words along the input; w = scales * q + biases for the affine mode,
 and the microscaled floats under the same names."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,31 +54,32 @@ class MlxReader(Reader):
         if bits not in _BITS or group is None or group < 1:
             raise settings.fail(f"{module.name}: bits {bits}, group_size {group}: bits are {_BITS}")
         why = f"MLX affine with bits {bits}, group_size {group}"
-        n_out, k_in = self._shape(module, bits, group, why)
+        *lead, k_in = self._shape(module, bits, group, why)
         scales, biases = module.need("scales", why), module.need("biases", why)
         for name in (scales, biases):
-            self.tensors.expect(name, FLOATS, (n_out, cdiv(k_in, group)), why)
+            self.tensors.expect(name, FLOATS, (*lead, cdiv(k_in, group)), why)
         return Matrix(
-            shape=(n_out, k_in),
+            shape=(math.prod(lead), k_in),
             codes=Codes(tensor=module.parts["weight"], bits=bits),
             group=group,
             scale=Array(tensor=scales),
             min=Array(tensor=biases),
         )
 
-    def _shape(self, module: Module, bits: int, group: int, why: str) -> tuple[int, int]:
-        """From the scales, if the words are as many as they call for; else the words tell."""
+    def _shape(self, module: Module, bits: int, group: int, why: str) -> tuple[int, ...]:
+        """From the scales, if the words are as many as they call for; else the words tell. With
+        three dimensions the first is the experts'."""
         weight = module.parts["weight"]
-        n_out, n_words = self.tensors.matrix_shape(weight, ("U32",), why)
+        *lead, n_words = self.tensors.stack_shape(weight, ("U32",), why)
         scales = self.tensors.shape(module.need("scales", why))
-        k_in = group * scales[1] if len(scales) == 2 else 0
+        k_in = group * scales[-1] if len(scales) == len(lead) + 1 else 0
         if cdiv(k_in * bits, 32) != n_words:
             raise _core.CheckpointError(
                 f"{self.tensors.describe(weight)} beside "
                 f"{self.tensors.describe(module.parts['scales'])}"
                 f": {why} calls for {cdiv(k_in * bits, 32)} words a row"
             )
-        return n_out, k_in
+        return (*lead, k_in)
 
     def _floats(self, module: Module, settings: Section, mode: str) -> Matrix:
         bits, group, meaning, fmt = _MODES[mode]
@@ -86,9 +88,9 @@ class MlxReader(Reader):
             if found not in (None, wanted):
                 raise settings.fail(f"{module.name}: mode {mode} has {key} {wanted}, not {found}")
         why = f"MLX {mode}"
-        n_out, k_in = self._shape(module, bits, group, why)
-        scales = module.parts["scales"]
-        self.tensors.expect(scales, ("U8",), (n_out, k_in // group), why)
+        *lead, k_in = self._shape(module, bits, group, why)
+        scales, n_out = module.parts["scales"], math.prod(lead)
+        self.tensors.expect(scales, ("U8",), (*lead, k_in // group), why)
         factor = module.some("global_scale")
         if factor:
             self.tensors.scalar(factor[0], why)
@@ -111,8 +113,8 @@ def looks_like(tensors: Tensors, module: Module) -> bool:
     shapes = tensors.shape(weight), tensors.shape(scales)
     return (
         tensors.dtype(weight) == "U32"
-        and len(shapes[0]) == len(shapes[1]) == 2
-        and shapes[0][0] == shapes[1][0]
+        and len(shapes[0]) == len(shapes[1]) in (2, 3)
+        and shapes[0][:-1] == shapes[1][:-1]
     )
 
 
@@ -126,8 +128,8 @@ def settings_of(tensors: Tensors, modules: Sequence[Module], hidden: object) -> 
     for module in modules:
         if module.name.rpartition(".")[2] not in _OF_HIDDEN or type(hidden) is not int:
             continue
-        n_words = tensors.shape(module.parts["weight"])[1]
-        n_groups = tensors.shape(module.parts["scales"])[1]
+        n_words = tensors.shape(module.parts["weight"])[-1]
+        n_groups = tensors.shape(module.parts["scales"])[-1]
         if hidden < 1 or n_groups < 1 or 32 * n_words % hidden or hidden % n_groups:
             continue
         bits, group = 32 * n_words // hidden, hidden // n_groups

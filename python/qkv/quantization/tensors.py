@@ -145,6 +145,15 @@ class Tensors:
             raise _core.CheckpointError(f"{self.describe(name)}, two dimensions are wanted: {why}")
         return shape[0], shape[1]
 
+    def stack_shape(self, name: str, dtypes: Sequence[str], why: str) -> tuple[int, ...]:
+        """The same where matrices of all experts may lie one behind the other: [.., rows, cols]."""
+        shape = self.expect(name, dtypes, None, why)
+        if len(shape) not in (2, 3) or min(shape) < 1:
+            raise _core.CheckpointError(
+                f"{self.describe(name)}, two dimensions are wanted, or three: {why}"
+            )
+        return shape
+
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The bytes as they lie in the file."""
         return self._checkpoint.bytes(name)
