@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import SamplingParams, _core, models, options
+from qkv import SamplingParams, _core, models, options, progress
 from qkv.run import derive_seed
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -624,3 +624,39 @@ def test_a_device_that_is_not_there(
     (tmp_path / "_qkv_cuda.so").touch()
     with pytest.raises(ValueError, match="kv_tokens=None: must be given with device='cuda:0'"):
         qkv.Engine(tiny("llama"), device="cuda:0")
+
+
+def test_loading_says_how_many_bytes_and_how_fast(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line for each tensor here; else one in ten seconds, or a bar on a terminal."""
+    monkeypatch.setattr(progress, "_LINE_SECONDS", -1.0)
+    with qkv.Engine(tiny("qwen3_moe"), kv_tokens=64):
+        lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 20
+    assert all(re.fullmatch(r"loading: \d.* of \d.* GiB, \d.* GiB/s", line) for line in lines)
+
+
+def test_the_bar_of_a_second_set_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[tuple[int, list[int]]] = []
+
+    class Bar:
+        n = 0
+
+        def __init__(self, total: int, **_: object) -> None:
+            bars.append((total, []))
+
+        def update(self, more: int) -> None:
+            self.n += more
+            bars[-1][1].append(self.n)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(progress, "tqdm", Bar)
+    monkeypatch.setattr(progress, "_in_notebook", lambda: True)
+    loading = progress.Loading()
+    for done, total in ((3, 10), (10, 10), (2, 10), (4, 4)):
+        loading(done, total)
+    loading.close()
+    assert bars == [(10, [3, 10]), (10, [2]), (4, [4])]

@@ -19,7 +19,7 @@ from .chat_template import check_messages
 from .kv_scales import KvScaleTable
 from .outputs import RequestOutput, Score
 from .params import SamplingParams, flag, integer
-from .progress import Progress
+from .progress import Loading, Progress
 from .run import Hook, Item, ParamsArgument, Run, Seq
 from .structured import Guides
 from .tokenizer import Tokenizer, from_user
@@ -190,28 +190,33 @@ class Engine:
         self._n_groups = 0
         self.interrupted: list[RequestOutput] = []
         _, matrices, arrays, online = self._weights.to_core()
-        self._core = _core.Engine(
-            self._path,
-            kv_formats=[lane.layers for lane in self._lanes],
-            kv_tokens=self._kv_tokens,
-            kv_scales=self._scales.values,
-            query_dtype="fp8_e4m3" if query_dtype == "fp8_e4m3" else "bf16",
-            activation_quant=cast(Literal["off", "int8", "checkpoint"], activation_quant),
-            matrices=matrices,
-            arrays=arrays,
-            online=online,
-            prefill=None if self._prefill is None else self._prefill.to_core(),
-            threads=threads or 0,
-            compute_dtype="float32" if compute_dtype == "float32" else "bf16",
-            device=device,
-            device_library=library,
-            max_running=self._max_running,
-            chunk_tokens=chunk_tokens,
-            max_model_len=max_model_len or 0,
-            prefix_cache=prefix_cache,
-            offline=schedule == "offline",
-            log=_write_log,
-        )
+        loading = Loading()
+        try:
+            self._core = _core.Engine(
+                self._path,
+                kv_formats=[lane.layers for lane in self._lanes],
+                kv_tokens=self._kv_tokens,
+                kv_scales=self._scales.values,
+                query_dtype="fp8_e4m3" if query_dtype == "fp8_e4m3" else "bf16",
+                activation_quant=cast(Literal["off", "int8", "checkpoint"], activation_quant),
+                matrices=matrices,
+                arrays=arrays,
+                online=online,
+                prefill=None if self._prefill is None else self._prefill.to_core(),
+                threads=threads or 0,
+                compute_dtype="float32" if compute_dtype == "float32" else "bf16",
+                device=device,
+                device_library=library,
+                max_running=self._max_running,
+                chunk_tokens=chunk_tokens,
+                max_model_len=max_model_len or 0,
+                prefix_cache=prefix_cache,
+                offline=schedule == "offline",
+                log=_write_log,
+                progress=loading,
+            )
+        finally:
+            loading.close()
         kv_scales.write_log(self._scales)
         asked = {"fp8_gemm_backend": fp8_gemm_backend, "fp4_gemm_backend": fp4_gemm_backend}
         dequantized = compute_dtype == "float32"

@@ -1,4 +1,5 @@
-"""The progress bar: rows done and tokens per second, also where there is no terminal."""
+"""The progress bars: rows done and tokens per second, also where there is no terminal; bytes while
+a model is loaded."""
 
 import sys
 import time
@@ -87,3 +88,43 @@ class Progress:
         elif self._lines and now - self._start > _QUIET_SECONDS:
             self._line(now)
         self._bar, self._lines = None, False
+
+
+class Loading:
+    """Bytes of a checkpoint that are in place and bytes per second; says nothing of what takes less
+    than two seconds."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.monotonic()
+        self._total = self._done = 0
+        self._bar: Any = None
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._shows_bar = sys.stderr is not None and (terminal or _in_notebook())
+
+    def __call__(self, done: int, total: int) -> None:
+        """After each tensor; a second set of weights begins again from 0."""
+        now = time.monotonic()
+        if total != self._total or done < self._done:
+            self.close()
+            self._start = self._last = now
+            self._total = total
+        if self._shows_bar and self._bar is None:
+            self._bar = tqdm(
+                total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="loading",
+                delay=_QUIET_SECONDS, dynamic_ncols=True, leave=False,
+            )  # fmt: skip
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+        elif sys.stderr is not None and now - self._last > _LINE_SECONDS:
+            self._last = now
+            rate = done / max(now - self._start, 1e-9)
+            text = (
+                f"loading: {done / 2**30:.1f} of {total / 2**30:.1f} GiB, {rate / 2**30:.2f} GiB/s"
+            )
+            print(text, file=sys.stderr, flush=True)
+        self._done = done
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar, self._done = None, 0
