@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 CTESTS := $(BIN)/python tests/tools/ctests.py -j $(JOBS)
+# A file's tests stay together, they share what they have made.
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 C_FILES := $(shell find csrc kernels tests/c tests/fuzz -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 BUILD_FILES := $(shell find csrc kernels -name '*.c' -o -name '*.h' -o -name '*.inc' -o -name '*.def')
 PY_FILES := setup.py python tests
@@ -85,7 +87,7 @@ demo: $(VENV)/report.stamp
 
 test: $(VENV)/test.stamp
 	$(CTESTS)
-	$(BIN)/python -m pytest -q tests
+	$(PYTEST) tests
 
 # ---- before a commit ------------------------------------------------------------------------
 
@@ -118,7 +120,7 @@ fuzz-replay: $(VENV)/tools.stamp
 	$(CTESTS) --fuzz-replay
 
 pytest-fast: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -q tests -m "not slow"
+	$(PYTEST) tests -m "not slow"
 
 # ---- deeper ---------------------------------------------------------------------------------
 
@@ -134,7 +136,7 @@ pytest-asan: $(VENV)/test.stamp
 	CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer" \
 	LDFLAGS="-fsanitize=address,undefined" QKV_DEBUG=1 QKV_BUILD_BASE=build/asan \
 	$(BIN)/python setup.py -q build_py build_clib build_ext
-	PYTHON=$(BIN)/python bash tests/tools/asan_pytest.sh build/asan $(ASAN_TESTS)
+	PYTHON=$(BIN)/python bash tests/tools/asan_pytest.sh build/asan -n $(JOBS) --dist loadfile $(ASAN_TESTS)
 
 fuzz: $(VENV)/tools.stamp
 	$(CTESTS) --fuzz $(T) --seconds $(SECONDS_PER_TARGET)

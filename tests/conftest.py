@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -76,7 +77,10 @@ def cuda_emulated() -> str:
     if shutil.which("g++") is None:
         pytest.skip("no g++, which builds the emulated CUDA backend")
     tool = ROOT / "tests/tools/cuda_build.py"
-    done = subprocess.run([sys.executable, tool, "--emulated"], capture_output=True, text=True)
+    (ROOT / "build").mkdir(exist_ok=True)
+    with open(ROOT / "build/cuda_emulated.lock", "w") as lock:  # other workers want it, too
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run([sys.executable, tool, "--emulated"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return str(ROOT / "python/qkv/_qkv_cuda_emulated.so")
 

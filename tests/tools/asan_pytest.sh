@@ -17,4 +17,4 @@ LD_PRELOAD="$("$gcc" -print-file-name=libasan.so) $("$gcc" -print-file-name=libu
 ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1:handle_segv=1${ASAN_OPTIONS:+:$ASAN_OPTIONS}" \
 UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1" \
 PYTHONMALLOC=malloc PYTHONPATH="$lib" QKV_SANITIZED=1 \
-    exec "${PYTHON:-python3}" -m pytest -q -p no:cacheprovider "${@:-tests}"
+    exec "${PYTHON:-python3}" -m pytest -q -p no:cacheprovider "$@"

@@ -142,10 +142,11 @@ def environment() -> dict[str, str]:
     return env
 
 
-def run_all(programs: list[tuple[str, list[str]]], timeout: float) -> list[str]:
-    """Runs each; returns the names of those that failed."""
-    failed = []
-    for name, command in programs:
+def run_all(programs: list[tuple[str, list[str]]], jobs: int, timeout: float) -> list[str]:
+    """Runs each, `jobs` at a time; returns the names of those that failed."""
+
+    def run(program: tuple[str, list[str]]) -> str | None:
+        name, command = program
         start = time.monotonic()
         try:
             done = subprocess.run(
@@ -159,10 +160,12 @@ def run_all(programs: list[tuple[str, list[str]]], timeout: float) -> list[str]:
         last = text.strip().splitlines()[-1] if text.strip() else ""
         if code == 0:
             print(f"ok   {name}  {took:.1f} s  {last}", flush=True)
-        else:
-            print(f"FAIL {name}  {took:.1f} s  exit {code}\n{text}", flush=True)
-            failed.append(name)
-    return failed
+            return None
+        print(f"FAIL {name}  {took:.1f} s  exit {code}\n{text}", flush=True)
+        return name
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return [name for name in pool.map(run, programs) if name is not None]
 
 
 def named(folder: str, prefix: str, names: list[str]) -> list[str]:
@@ -235,7 +238,7 @@ def main() -> int:
     for source, program in zip(sources, programs, strict=True):
         if program is not None:
             runs.append((source, [str(program), *(corpus(source) if args.fuzz_replay else [])]))
-    failed = [] if args.build_only else run_all(runs, timeout=600)
+    failed = [] if args.build_only else run_all(runs, args.jobs, timeout=600)
     for source in build.failed:
         print(f"FAIL {source}: does not build")
     if not sources:
