@@ -14,7 +14,7 @@ import pytest
 
 import qkv
 from qkv import _core, cli
-from qkv.benchmark import figures, measure, report, simulate, workload
+from qkv.benchmark import figures, measure, report, simulate, sweeps, workload
 from qkv.benchmark.workload import Workload
 from test_planner import QWEN3_8B
 
@@ -313,6 +313,15 @@ def test_bench_on_this_machine(tiny: Callable[..., Path]) -> None:
     assert simulate.CostModel.from_mapping(
         {k: v for k, v in said["cost_models"]["bf16"].items() if k.endswith("_seconds")}
     )
+
+
+def test_weights_that_cannot_be_made(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was known after all runs with the weights before them."""
+    monkeypatch.setattr(sweeps, "Engine", None)
+    with pytest.raises(qkv.Error, match="quantization='awq', but the weights are"):
+        qkv.bench(tiny("llama"), quantizations=[None, "awq"], users=1, progress=False)
 
 
 def test_points_that_the_model_cannot_take(tiny: Callable[..., Path]) -> None:

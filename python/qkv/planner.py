@@ -439,6 +439,11 @@ def read_model(
         checkpoint.close()
 
 
+def check_weights(model: str | os.PathLike[str], quantization: str | None) -> None:
+    """Error if loading would refuse to make these weights of the model."""
+    read_model(model, _Choice(quantization))
+
+
 def _with_side_file(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     """ModelOpt says how weights are quantized in a file of its own."""
     beside = folder / "hf_quant_config.json"

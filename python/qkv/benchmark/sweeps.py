@@ -256,6 +256,8 @@ def _measured(
     fitted: dict[str, Fitted],
 ) -> Iterator[Cell]:
     """`fitted` gets a cost model for each choice that ran often enough."""
+    for kind in dict.fromkeys(choice.quantization for choice in setup.choices):
+        planner.check_weights(model, kind)  # before the first runs and not after
     sizes: list[tuple[arms.Choice, int | None]] = []
     for choice in setup.choices:
         given = arms.pools(setup.pool_tokens, choice)
