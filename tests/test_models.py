@@ -278,3 +278,34 @@ def test_quantized_gguf_against_reference(tmp_path: Path, arch: str, tied: bool)
         tie_word_embeddings=tied,
     )
     check_against_reference(path, tiny, seed=18)
+
+
+class WithRandomMxfp4:
+    """The core's codec, which has no encoder of MXFP4: any codes, exponents of such weights."""
+
+    def quantize(self, name: str, values: make_tiny.F32) -> NDArray[np.uint8]:
+        if name != "MXFP4":
+            return _core.quantize(name, values)
+        rng = np.random.RandomState(values.size)
+        blocks = rng.randint(0, 256, (values.size // 32, 17)).astype(np.uint8)
+        blocks[:, 0] = rng.randint(122, 125, len(blocks))
+        return blocks.reshape(-1)
+
+    def dequantize(self, name: str, blocks: NDArray[np.uint8]) -> make_tiny.F32:
+        return _core.dequantize(name, blocks)
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "glm4_moe", "gpt_oss"])
+def test_quantized_experts_of_gguf_against_reference(tmp_path: Path, arch: str) -> None:
+    """A layer's experts in one tensor of blocks, cut where one ends and the next begins."""
+    path = tmp_path / "tiny.gguf"
+    tiny = make_tiny.write_gguf(
+        path,
+        arch,
+        seed=19,
+        types={"gate_exps": "MXFP4", "up_exps": "MXFP4", "down_exps": "Q8_0"},
+        codec=WithRandomMxfp4(),
+        intermediate_size=64,
+        moe_intermediate_size=64,
+    )
+    check_against_reference(path, tiny, seed=20)

@@ -55,6 +55,7 @@ GGUF_TYPES = {
     "Q5_K": (13, 256, 176),
     "Q6_K": (14, 256, 210),
     "Q8_K": (15, 256, 292),
+    "MXFP4": (39, 32, 17),
 }  # id, elements and bytes of a block
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
