@@ -44,6 +44,7 @@ C_BENCHES = {
     "int8": Bench(4),
     "attention": Bench(6),
     "scheduler": Bench(2),
+    "moe": Bench(2),
 }
 PY_BENCHES = {
     "lanes": Bench(4),
@@ -51,6 +52,7 @@ PY_BENCHES = {
     "batch": Bench(3, ("--int8",), (DEMO,)),
     "kv": Bench(3, (), (DEMO,)),
     "load": Bench(1, (), (DEMO, QWEN)),
+    "experts": Bench(1),
 }
 
 Ratios = dict[tuple[str, str, str], float]  # (bench, row, column of ratios)
