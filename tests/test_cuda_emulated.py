@@ -18,6 +18,7 @@ from qkv.quantization import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHS = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
+EXPERTS = ("qwen3_moe", "qwen2_moe")
 # Two orders of additions differ by 1e-6 and mostly stay there. Where such a difference crosses the
 # middle between two codes, it becomes a step of the code: a value of bf16 in the cache moves a tiny
 # model's logits by a few hundredths, an input in e4m3 (steps of an eighth) by ten times that. Both
@@ -80,6 +81,12 @@ def test_tokens_of_the_cpu(
     tiny: Callable[..., Path], cuda_emulated: str, arch: str, kv: str
 ) -> None:
     compare(tiny(arch), cuda_emulated, kv)
+
+
+@pytest.mark.parametrize("arch", EXPERTS)
+def test_tokens_of_experts(tiny: Callable[..., Path], cuda_emulated: str, arch: str) -> None:
+    """Routing and gathering on the device; the second has a shared expert with a gate."""
+    compare(tiny(arch), cuda_emulated, "bf16")
 
 
 @pytest.mark.parametrize("method", ["int4", "int8", "w8a8_fp8", "nvfp4", "mxfp4"])

@@ -3,6 +3,8 @@
 #include <inttypes.h>
 #include <math.h>
 
+#include "base/mem.h"
+
 /* Dividing by a smaller temperature would leave one token anyway. */
 static const float GREEDY_BELOW = 1e-6f;
 
@@ -141,6 +143,165 @@ enum qkv_status qkv_check_sample_row(struct qkv_error *err, size_t n_rows, int32
         }
     }
     return QKV_OK;
+}
+
+enum qkv_status qkv_check_floats(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                 const char *op, const char *what, const struct qkv_buffer *buffer,
+                                 uint64_t rows, uint64_t columns)
+{
+    size_t n_bytes = buffer != NULL ? sizes->buffer_bytes(buffer) : 0;
+    uint64_t n = 0;
+    if (!qkv_mul_size(rows, columns, &n) || n > n_bytes / sizeof(float)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "%s: %s holds %zu bytes, [%" PRIu64 ", %" PRIu64 "] floats needed", op,
+                        what, n_bytes, rows, columns);
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_check_embed(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                const struct qkv_batch *batch, const struct qkv_weight *table,
+                                const struct qkv_buffer *x)
+{
+    int32_t n_out;
+    int32_t k_in;
+    if (batch == NULL) {
+        return qkv_fail(err, QKV_ERR_STATE, "embed: no batch was begun");
+    }
+    sizes->weight_shape(table, &n_out, &k_in);
+    QKV_TRY(qkv_check_floats(err, sizes, "embed", "x", x, (uint64_t)batch->n_rows, (uint64_t)k_in));
+    for (int32_t r = 0; r < batch->n_rows; r++) {
+        if (batch->tokens[r] < 0 || batch->tokens[r] >= n_out) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "embed: token %d in row %d, the table has %d",
+                            batch->tokens[r], r, n_out);
+        }
+    }
+    return QKV_OK;
+}
+
+/* Rows of x that linear reads, at least; none of them below 0. */
+static enum qkv_status count_input_rows(struct qkv_error *err, const struct qkv_linear *args,
+                                        uint64_t *out)
+{
+    *out = args->row_index == NULL ? (uint64_t)args->n_rows : 0;
+    for (int32_t i = 0; args->row_index != NULL && i < args->n_rows; i++) {
+        if (args->row_index[i] < 0) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "linear: row %d of x", args->row_index[i]);
+        }
+        uint64_t needed = (uint64_t)args->row_index[i] + 1;
+        *out = needed > *out ? needed : *out;
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_check_linear(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                 const struct qkv_linear *args)
+{
+    const int32_t most = (int32_t)(sizeof args->weight / sizeof *args->weight);
+    if (args->n_rows < 1 || args->n_weights < 1 || args->n_weights > most) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "linear: %d rows, %d weights (1 to %d)",
+                        args->n_rows, args->n_weights, most);
+    }
+    int32_t k = 0;
+    uint64_t n_all = 0;
+    for (int32_t i = 0; i < args->n_weights; i++) {
+        int32_t n_out;
+        int32_t k_in;
+        sizes->weight_shape(args->weight[i], &n_out, &k_in);
+        if (i > 0 && k_in != k) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "linear: weights of %d and %d inputs", k, k_in);
+        }
+        k = k_in;
+        if (args->bias[i] != NULL) {
+            QKV_TRY(
+                qkv_check_floats(err, sizes, "linear", "bias", args->bias[i], 1, (uint64_t)n_out));
+        }
+        n_all += (uint64_t)n_out;
+    }
+    uint64_t rows;
+    QKV_TRY(count_input_rows(err, args, &rows));
+    uint64_t columns = (uint64_t)k * (args->prologue == QKV_PROLOGUE_GATED ? 2 : 1);
+    QKV_TRY(qkv_check_floats(err, sizes, "linear", "x", args->x, rows, columns));
+    if (args->prologue == QKV_PROLOGUE_RMSNORM) {
+        QKV_TRY(qkv_check_floats(err, sizes, "linear", "norm", args->norm, 1, (uint64_t)k));
+    }
+    return qkv_check_floats(err, sizes, "linear", "y", args->y, (uint64_t)args->n_rows, n_all);
+}
+
+static enum qkv_status check_routing(struct qkv_error *err, const struct qkv_moe *args)
+{
+    const struct qkv_routing *r = args->routing;
+    bool grouped = r->n_groups >= 1 && r->n_experts >= 1 && r->n_experts % r->n_groups == 0 &&
+                   r->top_groups >= 1 && r->top_groups <= r->n_groups && r->group_best >= 1 &&
+                   r->group_best <= 2;
+    if (args->n_rows < 1 || !grouped || r->top_k < 1 ||
+        r->top_k > r->n_experts / r->n_groups * r->top_groups || args->n_shared < 0 ||
+        args->n_shared > 1 || (args->shared_gate && args->n_shared == 0)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "moe: %d rows, %d of %d experts out of %d of %d groups, %d shared",
+                        args->n_rows, r->top_k, r->n_experts, r->top_groups, r->n_groups,
+                        args->n_shared);
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status check_expert(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                    const struct qkv_expert *expert, int32_t index, int32_t hidden)
+{
+    int32_t n_out[3];
+    int32_t k_in[3];
+    for (int32_t i = 0; i < 3; i++) {
+        sizes->weight_shape(expert->weight[i], &n_out[i], &k_in[i]);
+    }
+    if (k_in[0] != hidden || k_in[1] != hidden || n_out[2] != hidden || n_out[0] != n_out[1] ||
+        k_in[2] != n_out[0]) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "moe: expert %d: gate [%d, %d], up [%d, %d], down [%d, %d]", index,
+                        n_out[0], k_in[0], n_out[1], k_in[1], n_out[2], k_in[2]);
+    }
+    for (int32_t i = 0; i < 3; i++) {
+        if (expert->bias[i] != NULL) {
+            QKV_TRY(qkv_check_floats(err, sizes, "moe", "bias", expert->bias[i], 1,
+                                     (uint64_t)n_out[i]));
+        }
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_check_moe(struct qkv_error *err, const struct qkv_sizes *sizes,
+                              const struct qkv_moe *args)
+{
+    QKV_TRY(check_routing(err, args));
+    int32_t n_out;
+    int32_t hidden;
+    sizes->weight_shape(args->experts[0].weight[0], &n_out, &hidden);
+    for (int32_t e = 0; e < args->routing->n_experts + args->n_shared; e++) {
+        QKV_TRY(check_expert(err, sizes, &args->experts[e], e, hidden));
+    }
+    uint64_t n_rows = (uint64_t)args->n_rows;
+    uint64_t n_experts = (uint64_t)args->routing->n_experts;
+    if (args->select_bias != NULL) {
+        QKV_TRY(
+            qkv_check_floats(err, sizes, "moe", "selection bias", args->select_bias, 1, n_experts));
+    }
+    QKV_TRY(qkv_check_floats(err, sizes, "moe", "logits", args->logits, n_rows,
+                             n_experts + args->shared_gate));
+    QKV_TRY(qkv_check_floats(err, sizes, "moe", "norm", args->norm, 1, (uint64_t)hidden));
+    QKV_TRY(qkv_check_floats(err, sizes, "moe", "x", args->x, n_rows, (uint64_t)hidden));
+    return qkv_check_floats(err, sizes, "moe", "y", args->y, n_rows, (uint64_t)hidden);
+}
+
+enum qkv_status qkv_check_norm_add(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                   const struct qkv_buffer *x, const struct qkv_buffer *y,
+                                   const struct qkv_buffer *norm, int32_t n_rows, int32_t dim)
+{
+    if (n_rows < 1 || dim < 1) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "norm_add: %d rows of %d", n_rows, dim);
+    }
+    uint64_t rows = (uint64_t)n_rows;
+    QKV_TRY(qkv_check_floats(err, sizes, "norm_add", "x", x, rows, (uint64_t)dim));
+    QKV_TRY(qkv_check_floats(err, sizes, "norm_add", "y", y, rows, (uint64_t)dim));
+    return qkv_check_floats(err, sizes, "norm_add", "norm", norm, 1, (uint64_t)dim);
 }
 
 bool qkv_sample_has_penalties(const struct qkv_sample_row *row)

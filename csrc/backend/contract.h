@@ -9,6 +9,12 @@
 
 #include "backend/backend.h"
 
+/* What the structures that only a backend can look into hold. */
+struct qkv_sizes {
+    size_t (*buffer_bytes)(const struct qkv_buffer *buffer);
+    void (*weight_shape)(const struct qkv_weight *weight, int32_t *n_out, int32_t *k_in);
+};
+
 enum qkv_status qkv_check_batch(struct qkv_error *err, const struct qkv_batch *batch);
 
 /* scales: [n], one for each head of a layer's K or V, which `which` names. */
@@ -23,6 +29,22 @@ enum qkv_status qkv_check_copy_rows(struct qkv_error *err, size_t n_dst, int32_t
 enum qkv_status qkv_check_sample_row(struct qkv_error *err, size_t n_rows, int32_t n_vocab,
                                      const struct qkv_sample_row *row, int32_t index,
                                      const struct qkv_sample_out *out);
+
+/* That `buffer` holds [rows, columns] floats. */
+enum qkv_status qkv_check_floats(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                 const char *op, const char *what, const struct qkv_buffer *buffer,
+                                 uint64_t rows, uint64_t columns);
+
+enum qkv_status qkv_check_embed(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                const struct qkv_batch *batch, const struct qkv_weight *table,
+                                const struct qkv_buffer *x);
+enum qkv_status qkv_check_linear(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                 const struct qkv_linear *args);
+enum qkv_status qkv_check_moe(struct qkv_error *err, const struct qkv_sizes *sizes,
+                              const struct qkv_moe *args);
+enum qkv_status qkv_check_norm_add(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                   const struct qkv_buffer *x, const struct qkv_buffer *y,
+                                   const struct qkv_buffer *norm, int32_t n_rows, int32_t dim);
 
 bool qkv_sample_has_penalties(const struct qkv_sample_row *row);
 bool qkv_sample_is_greedy(const struct qkv_sample_row *row);

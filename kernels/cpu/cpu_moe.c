@@ -308,62 +308,7 @@ static void moe_thread(void *ctx, size_t begin, size_t end, int thread)
            qkv_cpu_part(items, n_threads, thread + 1));
 }
 
-/* ---- checks and memory ---- */
-
-static enum qkv_status check_routing(struct qkv_error *err, const struct qkv_moe *args)
-{
-    const struct qkv_routing *r = args->routing;
-    bool grouped = r->n_groups >= 1 && r->n_experts >= 1 && r->n_experts % r->n_groups == 0 &&
-                   r->top_groups >= 1 && r->top_groups <= r->n_groups && r->group_best >= 1 &&
-                   r->group_best <= 2;
-    if (args->n_rows < 1 || !grouped || r->top_k < 1 ||
-        r->top_k > r->n_experts / r->n_groups * r->top_groups || args->n_shared < 0 ||
-        args->n_shared > 1 || (args->shared_gate && args->n_shared == 0)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT,
-                        "moe: %d rows, %d of %d experts out of %d of %d groups, %d shared",
-                        args->n_rows, r->top_k, r->n_experts, r->top_groups, r->n_groups,
-                        args->n_shared);
-    }
-    return QKV_OK;
-}
-
-static enum qkv_status check_expert(struct qkv_error *err, const struct qkv_expert *expert,
-                                    int32_t index, int32_t hidden)
-{
-    const struct qkv_weight *const *w = (const struct qkv_weight *const *)expert->weight;
-    if (w[0]->k_in != hidden || w[1]->k_in != hidden || w[2]->n_out != hidden ||
-        w[0]->n_out != w[1]->n_out || w[2]->k_in != w[0]->n_out) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT,
-                        "moe: expert %d: gate [%d, %d], up [%d, %d], down [%d, %d]", index,
-                        w[0]->n_out, w[0]->k_in, w[1]->n_out, w[1]->k_in, w[2]->n_out, w[2]->k_in);
-    }
-    for (int32_t i = 0; i < 3; i++) {
-        if (expert->bias[i] != NULL) {
-            QKV_TRY(qkv_cpu_check_floats(err, "moe", "bias", expert->bias[i], 1,
-                                         (uint64_t)w[i]->n_out));
-        }
-    }
-    return QKV_OK;
-}
-
-static enum qkv_status check_moe(struct qkv_error *err, const struct moe_task *task)
-{
-    const struct qkv_moe *args = task->args;
-    uint64_t n_rows = (uint64_t)args->n_rows;
-    uint64_t hidden = (uint64_t)task->hidden;
-    for (int32_t e = 0; e < task->n_all; e++) {
-        QKV_TRY(check_expert(err, &args->experts[e], e, task->hidden));
-    }
-    if (args->select_bias != NULL) {
-        QKV_TRY(qkv_cpu_check_floats(err, "moe", "selection bias", args->select_bias, 1,
-                                     (uint64_t)args->routing->n_experts));
-    }
-    QKV_TRY(
-        qkv_cpu_check_floats(err, "moe", "logits", args->logits, n_rows, (uint64_t)task->n_logits));
-    QKV_TRY(qkv_cpu_check_floats(err, "moe", "norm", args->norm, 1, hidden));
-    QKV_TRY(qkv_cpu_check_floats(err, "moe", "x", args->x, n_rows, hidden));
-    return qkv_cpu_check_floats(err, "moe", "y", args->y, n_rows, hidden);
-}
+/* ---- memory ---- */
 
 /* The next n elements of a block, 64-byte aligned; NULL while only bytes are counted. */
 static void *take(uint8_t *block, size_t *end, size_t n, size_t n_bytes)
@@ -419,7 +364,7 @@ static enum qkv_status place_values(struct qkv_error *err, struct qkv_device *de
 enum qkv_status qkv_cpu_moe(struct qkv_error *err, struct qkv_device *dev,
                             const struct qkv_moe *args)
 {
-    QKV_TRY(check_routing(err, args));
+    QKV_TRY(qkv_check_moe(err, &qkv_cpu_sizes, args));
     struct moe_task task = {
         .args = args,
         .ops = dev->ops,
@@ -429,7 +374,6 @@ enum qkv_status qkv_cpu_moe(struct qkv_error *err, struct qkv_device *dev,
         .hidden = args->experts[0].weight[0]->k_in,
         .n_logits = args->routing->n_experts + args->shared_gate,
     };
-    QKV_TRY(check_moe(err, &task));
     size_t n_threads = (size_t)qkv_threads_count(dev->threads);
     void *block = NULL;
     QKV_TRY(qkv_cpu_scratch_get(err, dev, QKV_SCRATCH_MOE_PLAN, place_plan(&task, NULL, n_threads),

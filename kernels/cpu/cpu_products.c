@@ -14,18 +14,18 @@ const struct qkv_cpu_gemm_ops *qkv_cpu_gemm_ops(const struct qkv_device *dev)
     return dev->compute == QKV_COMPUTE_F32 && ops->f32 != NULL ? ops->f32 : ops;
 }
 
-enum qkv_status qkv_cpu_check_floats(struct qkv_error *err, const char *op, const char *what,
-                                     const struct qkv_buffer *buffer, uint64_t rows,
-                                     uint64_t columns)
+static size_t buffer_bytes(const struct qkv_buffer *buffer)
 {
-    uint64_t n = 0;
-    if (buffer == NULL || !qkv_mul_size(rows, columns, &n) || n > buffer->n_bytes / sizeof(float)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: %s holds %zu bytes, [%llu, %llu] floats needed",
-                        op, what, buffer != NULL ? buffer->n_bytes : 0, (unsigned long long)rows,
-                        (unsigned long long)columns);
-    }
-    return QKV_OK;
+    return buffer->n_bytes;
 }
+
+static void weight_shape(const struct qkv_weight *weight, int32_t *n_out, int32_t *k_in)
+{
+    *n_out = weight->n_out;
+    *k_in = weight->k_in;
+}
+
+const struct qkv_sizes qkv_cpu_sizes = {buffer_bytes, weight_shape};
 
 /* ---- packing ---- */
 

@@ -7,6 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "backend/contract.h"
 #include "cpu_device.h"
 #include "gemm_ops.h"
 
@@ -47,10 +48,8 @@ static inline size_t qkv_cpu_part(size_t n, int n_threads, int t)
 /* The table that computes in the device's arithmetic. */
 const struct qkv_cpu_gemm_ops *qkv_cpu_gemm_ops(const struct qkv_device *dev);
 
-/* The buffer holds [rows, columns] floats. */
-enum qkv_status qkv_cpu_check_floats(struct qkv_error *err, const char *op, const char *what,
-                                     const struct qkv_buffer *buffer, uint64_t rows,
-                                     uint64_t columns);
+/* For the checks of contract.h. */
+extern const struct qkv_sizes qkv_cpu_sizes;
 
 /* Adds the products of a checked linear, at most QKV_WEIGHTS_MAX: weights that want different
  * inputs are as many products over the same x. `args` must stay. */

@@ -21,15 +21,15 @@
  *
  * How it is tested
  * - tests/tools/cuda_build.py builds the emulated library (g++ alone) and, where nvcc is, the real
- *   one, and reads ptxas' report: kernels of attention and GEMM must not spill.
+ *   one, and reads ptxas' report: no kernel must spill.
  * - `make cuda-ctests` runs the C tests of the CPU's kernels (tests/c/kernel_backend.h) on the
  *   emulated library: the scalar codecs bit for bit, references in double, the same bits in any
  *   batch. tests/test_cuda_emulated.py runs whole engines on it. `make cuda-gpu` is for a GPU.
  *
  * entry.cu is the table (a new function of backend.h goes there), device.cu memory, streams and
  * copies, batch.cu what a step brings; weight.cu, packed.cu, linear.cu, gemm_*.cu the products;
- * kv_pool.cu, kv_store.cu, attn_paged.cu the cache and attention; sample.cu, divergence.cu,
- * rows.cu. */
+ * moe_plan.cu, moe.cu blocks of experts; kv_pool.cu, kv_store.cu, attn_paged.cu the cache and
+ * attention; sample.cu, divergence.cu, rows.cu. */
 #ifndef QKV_CUDA_COMMON_CUH
 #define QKV_CUDA_COMMON_CUH
 

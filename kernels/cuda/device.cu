@@ -384,19 +384,6 @@ enum qkv_status qkv_cuda_download(struct qkv_error *err, struct qkv_device *dev,
     return qkv_cuda_to_host(err, dev, host, (const uint8_t *)buffer->data + offset, n_bytes);
 }
 
-enum qkv_status qkv_cuda_check_floats(struct qkv_error *err, const char *op, const char *what,
-                                      const struct qkv_buffer *buffer, uint64_t rows,
-                                      uint64_t columns)
-{
-    uint64_t n = 0;
-    if (buffer == NULL || !qkv_mul_size(rows, columns, &n) || n > buffer->n_bytes / sizeof(float)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: %s holds %zu bytes, [%llu, %llu] floats needed",
-                        op, what, buffer != NULL ? buffer->n_bytes : 0, (unsigned long long)rows,
-                        (unsigned long long)columns);
-    }
-    return QKV_OK;
-}
-
 /* ---- the device ---- */
 
 void qkv_cuda_close(struct qkv_device *dev)
@@ -405,6 +392,7 @@ void qkv_cuda_close(struct qkv_device *dev)
         return;
     }
     (void)wait_stream(NULL, dev);
+    qkv_cuda_forget_experts(dev);
     qkv_cuda_blas_close(dev);
     for (int i = 0; i < QKV_CUDA_SLOTS; i++) {
         qkv_cuda_free(dev->scratch[i].data);

@@ -16,6 +16,9 @@ enum qkv_cuda_slot {
     QKV_CUDA_UNITS, /* of attention */
     QKV_CUDA_Q,
     QKV_CUDA_PARTS,  /* attention's chunks */
+    QKV_CUDA_MOE,    /* who chose which expert */
+    QKV_CUDA_INNER,  /* gate and up of the chosen */
+    QKV_CUDA_OUTER,  /* down of the chosen */
     QKV_CUDA_SAMPLE, /* adjusted logits and weights */
     QKV_CUDA_SLOTS
 };
@@ -88,6 +91,7 @@ struct qkv_cuda_batch {
 
 struct qkv_cuda_kv_layer; /* attn.cuh */
 struct qkv_cuda_blas;     /* gemm_lt.cu */
+struct qkv_cuda_experts;  /* moe.cu */
 
 /* How attention cuts the current batch, once per shape of heads. */
 struct qkv_cuda_plan {
@@ -118,6 +122,7 @@ struct qkv_device {
     const struct qkv_batch *batch;
     struct qkv_cuda_batch on_device;
     struct qkv_cuda_plan plan;
+    struct qkv_cuda_experts *experts;
 };
 
 /* ---- memory ---- */
@@ -150,9 +155,8 @@ enum qkv_status qkv_cuda_fetch(struct qkv_error *err, struct qkv_device *dev,
                                const struct qkv_cuda_piece *piece, size_t offset, void *host,
                                size_t n_bytes);
 
-enum qkv_status qkv_cuda_check_floats(struct qkv_error *err, const char *op, const char *what,
-                                      const struct qkv_buffer *buffer, uint64_t rows,
-                                      uint64_t columns);
+/* weight.cu: for the checks of contract.h. */
+extern const struct qkv_sizes qkv_cuda_sizes;
 
 /* ---- launching ---- */
 
@@ -220,6 +224,12 @@ size_t qkv_cuda_weight_bytes(const struct qkv_weight *weight);
 /* linear.cu */
 enum qkv_status qkv_cuda_linear(struct qkv_error *err, struct qkv_device *dev,
                                 const struct qkv_linear *args);
+
+/* moe.cu */
+enum qkv_status qkv_cuda_moe(struct qkv_error *err, struct qkv_device *dev,
+                             const struct qkv_moe *args);
+/* Drops what is kept of blocks of experts; before a weight goes. */
+void qkv_cuda_forget_experts(struct qkv_device *dev);
 
 /* rows.cu */
 enum qkv_status qkv_cuda_embed(struct qkv_error *err, struct qkv_device *dev,

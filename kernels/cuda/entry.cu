@@ -52,7 +52,7 @@ static const struct qkv_backend table = {
     qkv_cuda_begin,
     qkv_cuda_embed,
     qkv_cuda_linear,
-    nullptr, /* moe: models with experts are refused */
+    qkv_cuda_moe,
     qkv_cuda_attention,
     qkv_cuda_norm_add,
     qkv_cuda_sample,

@@ -1,7 +1,9 @@
-/* Rows of the input as a checkpoint wants them quantized: the rules are struct qkv_input's
- * (quant/matrix.h) and the CPU's (body_input.inc). A row becomes values of codes, or of codes times
- * their group's scale; the scale of a whole row is left to the product's last step. A group with a
- * NaN, or whose scale an infinity decides, is NaN; a row likewise. A block is a row. */
+/* A row of the input of a product: the prologue, then what a checkpoint wants of it, in bf16.
+ *
+ * Where it is to be quantized the rules are struct qkv_input's (quant/matrix.h) and the CPU's
+ * (body_input.inc). A row becomes values of codes, or of codes times their group's scale; the scale
+ * of a whole row is left to the product's last step. A group with a NaN, or whose scale an infinity
+ * decides, is NaN; a row likewise. A block is a row. */
 #ifndef QKV_CUDA_INPUT_CUH
 #define QKV_CUDA_INPUT_CUH
 
@@ -138,6 +140,87 @@ static __device__ inline float quantize_row(const struct qkv_input &q, float *x,
     }
     __syncthreads();
     return global;
+}
+
+/* What rows are made by, and into. */
+struct made {
+    const float *norm;      /* [k], for RMSNORM */
+    const float *k_scale;   /* [k] or NULL */
+    const int32_t *k_order; /* [k] or NULL: element i of the result is this one */
+    uint16_t *out;          /* bf16 [n_rows, out_stride] */
+    float *values;          /* scratch [n_rows, out_stride], where rows are quantized; or NULL */
+    float *x_scale;         /* [n_rows] out: what a quantized row lacks; or NULL */
+    struct qkv_input quant;
+    int64_t out_stride;
+    int32_t k;
+    int32_t k_pad;
+    float eps;
+    int32_t prologue; /* enum qkv_prologue */
+    int32_t act;      /* enum qkv_act */
+};
+
+/* silu(a) = a / (1 + e^-a). gelu_tanh(a) = a / (1 + e^-2u) with u = sqrt(2 / pi) (a + 0.044715
+ * a^3): no cancellation where tanh u is near -1. */
+static __device__ __forceinline__ float gated(int32_t act, float gate, float up)
+{
+    float inner = gate;
+    if (act == QKV_ACT_GELU_TANH) {
+        inner = 1.5957691216f * fmaf(gate * gate * gate, 0.044715f, gate);
+    } else if (act == QKV_ACT_SWIGLU_CLAMPED) {
+        gate = gate > 7.0f ? 7.0f : gate; /* a NaN stays */
+        up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
+        up += 1.0f;
+        inner = 1.702f * gate;
+    }
+    return gate / (1.0f + expf(-inner)) * up;
+}
+
+/* Element k of a row after the prologue. */
+static __device__ __forceinline__ float prologue(const struct made &p, const float *x, float r,
+                                                 int32_t k)
+{
+    float value = x[k];
+    if (p.prologue == QKV_PROLOGUE_RMSNORM) {
+        value = value * r * p.norm[k];
+    } else if (p.prologue == QKV_PROLOGUE_GATED) {
+        value = gated(p.act, value, x[p.k + k]);
+    }
+    return p.k_scale != NULL ? value * p.k_scale[k] : value;
+}
+
+/* Row `row` of the result from x, by a block. `cells`: shared, [32]. */
+static __device__ inline void make_row(const struct made &p, const float *x, int64_t row,
+                                       float *cells)
+{
+    uint16_t *out = p.out + row * p.out_stride;
+    float r = 1.0f;
+    if (p.prologue == QKV_PROLOGUE_RMSNORM) {
+        float sum = 0.0f;
+        for (int32_t i = (int32_t)threadIdx.x; i < p.k; i += (int32_t)blockDim.x) {
+            sum = fmaf(x[i], x[i], sum);
+        }
+        r = 1.0f / sqrtf(block_sum(sum, cells) / (float)p.k + p.eps);
+    }
+    bool quantized = p.quant.quant != QKV_INPUT_NONE;
+    float *values = quantized ? p.values + row * p.out_stride : NULL;
+    float scale = 1.0f;
+    if (quantized) {
+        for (int32_t i = (int32_t)threadIdx.x; i < p.k; i += (int32_t)blockDim.x) {
+            values[i] = prologue(p, x, r, i);
+        }
+        scale = quantize_row(p.quant, values, p.k, cells);
+    }
+    if (p.x_scale != NULL && threadIdx.x == 0) {
+        p.x_scale[row] = scale;
+    }
+    for (int32_t i = (int32_t)threadIdx.x; i < p.k_pad; i += (int32_t)blockDim.x) {
+        float value = 0.0f;
+        if (i < p.k) {
+            int32_t k = p.k_order != NULL ? p.k_order[i] : i;
+            value = quantized ? values[k] : prologue(p, x, r, k);
+        }
+        out[i] = qkv_bf16_from_f32(value);
+    }
 }
 
 } // namespace input

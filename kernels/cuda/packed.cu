@@ -261,30 +261,97 @@ enum qkv_status qkv_cuda_packed_create(struct qkv_error *err, struct qkv_device 
     return pack_codes(err, dev, desc, w->host_k_order, w, n_tiles);
 }
 
+/* ---- kernels ---- */
+
+template <int M>
+__global__ void __launch_bounds__(packed::THREADS) gemm_packed(const struct packed::params p)
+{
+    __shared__ struct packed::cells<M> shared;
+    packed::multiply_tile<M>(p, (int32_t)blockIdx.x, (int32_t)blockIdx.y * 16 * M, shared);
+}
+
+struct sums_params {
+    const uint16_t *x; /* bf16 [n_rows, k_pad] */
+    float *sums;       /* [n_rows, n_groups] */
+    int32_t k_pad;
+    int32_t group;
+    int32_t n_groups;
+};
+
+/* A block is a row. */
+__global__ void __launch_bounds__(packed::THREADS) linear_sums(const struct sums_params p)
+{
+    int64_t row = blockIdx.x;
+    packed::sum_groups(p.x + row * p.k_pad, p.sums + row * p.n_groups, p.group, p.n_groups);
+}
+
+struct embed_params {
+    struct packed::params weight;
+    const int32_t *tokens; /* [n_rows] */
+    float *x;              /* [n_rows, k_in] */
+    float scale;
+};
+
+/* A block is a row of the table, back as floats. */
+__global__ void __launch_bounds__(packed::THREADS) embed_packed(const struct embed_params e)
+{
+    const struct packed::params &p = e.weight;
+    int32_t token = e.tokens[blockIdx.x];
+    for (int32_t k = (int32_t)threadIdx.x; k < p.k_in; k += packed::THREADS) {
+        int32_t in_step = k % 16;
+        int32_t lane = token % packed::COLUMNS * 4 + in_step % 8 / 2;
+        int64_t unit = (int64_t)(token / packed::COLUMNS) * p.n_units + k / packed::UNIT;
+        int64_t at =
+            (unit * QKV_WARP + lane) * 16 + k % packed::UNIT / 16 * 4 + in_step / 8 * 2 + k % 2;
+        float value;
+        if (packed::is_nibbles(p.code)) {
+            value = qkv_f32_from_bits(p.table[16 + (p.codes[at / 2] >> (at % 2 * 4) & 15u)]);
+        } else {
+            value = packed::byte_value(p.code, p.codes[at]);
+        }
+        if (p.group > 0) {
+            int64_t group =
+                ((int64_t)(token / packed::COLUMNS) * p.n_groups + k / p.group) * packed::COLUMNS +
+                token % packed::COLUMNS;
+            /* Rounded after each step, as qkv_matrix_values has it. */
+            float min = p.min != NULL ? packed::load_scale(p.min, p.min_kind, group) : 0.0f;
+            value = p.min_is_zero ? value - min : value;
+            value = __fmul_rn(value, packed::load_scale(p.scale, p.scale_kind, group));
+            value = p.min != NULL && !p.min_is_zero ? value + min : value;
+        }
+        value = p.row_scale != NULL ? value * p.row_scale[token] : value;
+        e.x[(int64_t)blockIdx.x * p.k_in + k] = value * e.scale;
+    }
+}
+
 /* ---- launching ---- */
 
-static struct packed::params describe(const struct qkv_weight *w)
+struct packed::params qkv_cuda_packed_params(const struct qkv_weight *w)
 {
     struct packed::params p = {};
-    p.codes = w->codes;
+    bool in_codes = w->codes != NULL;
+    p.codes = in_codes ? w->codes : (const uint8_t *)(const void *)w->high;
+    p.low = w->low;
     p.scale = w->scale;
     p.min = w->min;
     p.row_scale = w->row_scale;
     p.table = w->table;
+    p.x_stride = w->k_pad;
+    p.sums_stride = w->n_groups;
     p.n_out = w->n_out;
     p.k_in = w->k_in;
     p.k_pad = w->k_pad;
     p.group = w->group;
     p.n_groups = w->n_groups;
-    p.n_units = w->n_units;
+    p.n_units = w->k_pad / packed::UNIT;
     /* Whole groups: of 128 and 256 elements they are 2 and 4 units. */
     int32_t step = w->group > packed::UNIT ? w->group / packed::UNIT : 1;
-    p.units_per_warp = qkv_cuda_ceil_div(qkv_cuda_ceil_div(w->n_units, step), packed::WARPS) * step;
-    p.code = w->form.code;
+    p.units_per_warp = qkv_cuda_ceil_div(qkv_cuda_ceil_div(p.n_units, step), packed::WARPS) * step;
+    p.code = in_codes ? w->form.code : QKV_CODE_BF16;
     p.scale_kind = w->scale_kind;
     p.min_kind = w->min_kind;
     p.min_is_zero = w->form.min == QKV_SCALE_ZERO;
-    p.two_terms = w->form.code == QKV_CODE_T4X2;
+    p.two_terms = in_codes ? w->form.code == QKV_CODE_T4X2 : w->low != NULL;
     return p;
 }
 
@@ -299,9 +366,9 @@ static enum qkv_status make_sums(struct qkv_error *err, struct qkv_device *dev,
     void *memory = NULL;
     size_t n_bytes = (size_t)n_rows * (size_t)w->n_groups * sizeof(float);
     QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_X_SUMS, n_bytes, &memory));
-    struct packed::sums_params p = {x, (float *)memory, w->k_pad, w->group, w->n_groups};
+    struct sums_params p = {x, (float *)memory, w->k_pad, w->group, w->n_groups};
     *out = p.sums;
-    return qkv_cuda_launch(err, dev, "linear_sums", packed::linear_sums, dim3((unsigned)n_rows),
+    return qkv_cuda_launch(err, dev, "linear_sums", linear_sums, dim3((unsigned)n_rows),
                            dim3(packed::THREADS), 0, p);
 }
 
@@ -309,7 +376,7 @@ enum qkv_status qkv_cuda_packed_gemm(struct qkv_error *err, struct qkv_device *d
                                      const struct qkv_weight *w,
                                      const struct qkv_cuda_packed_call *call)
 {
-    struct packed::params p = describe(w);
+    struct packed::params p = qkv_cuda_packed_params(w);
     QKV_TRY(make_sums(err, dev, w, call->x, call->n_rows, &p.x_sums));
     p.x = call->x;
     p.x_scale = call->x_scale;
@@ -322,8 +389,7 @@ enum qkv_status qkv_cuda_packed_gemm(struct qkv_error *err, struct qkv_device *d
     bool many = call->n_rows > 16;
     dim3 grid((unsigned)qkv_cuda_ceil_div(w->n_out, packed::COLUMNS),
               (unsigned)qkv_cuda_ceil_div(call->n_rows, many ? 64 : 16));
-    return qkv_cuda_launch(err, dev, "gemm_packed",
-                           many ? packed::gemm_packed<4> : packed::gemm_packed<1>, grid,
+    return qkv_cuda_launch(err, dev, "gemm_packed", many ? gemm_packed<4> : gemm_packed<1>, grid,
                            dim3(packed::THREADS), 0, p);
 }
 
@@ -331,7 +397,7 @@ enum qkv_status qkv_cuda_packed_embed(struct qkv_error *err, struct qkv_device *
                                       const struct qkv_weight *w, const int32_t *tokens,
                                       int32_t n_rows, float scale, float *x)
 {
-    struct packed::embed_params p = {describe(w), tokens, x, scale};
-    return qkv_cuda_launch(err, dev, "embed_packed", packed::embed_packed, dim3((unsigned)n_rows),
+    struct embed_params p = {qkv_cuda_packed_params(w), tokens, x, scale};
+    return qkv_cuda_launch(err, dev, "embed_packed", embed_packed, dim3((unsigned)n_rows),
                            dim3(packed::THREADS), 0, p);
 }

@@ -23,9 +23,10 @@ enum { WARPS = 4, THREADS = WARPS * QKV_WARP, COLUMNS = 8, UNIT = 64, STEPS = UN
 static_assert(QKV_CUDA_K_PAD % UNIT == 0, "rows of x are whole units");
 
 struct params {
-    const uint16_t *x;      /* bf16 [n_rows, k_pad] */
-    const float *x_sums;    /* [n_rows, n_groups] or NULL */
-    const uint8_t *codes;   /* see above */
+    const uint16_t *x;      /* bf16 [n_rows, x_stride] */
+    const float *x_sums;    /* [n_rows, sums_stride] or NULL */
+    const uint8_t *codes;   /* see above; of values: bf16 [n_out, k_pad] */
+    const uint16_t *low;    /* second terms of values, or NULL */
     const void *scale;      /* NULL: 1, and one group */
     const void *min;        /* or NULL; zero points if min_is_zero */
     const float *row_scale; /* [n_out] or NULL */
@@ -34,6 +35,8 @@ struct params {
     const float *x_scale;   /* [n_rows] or NULL */
     const float *bias;      /* [n_out] or NULL */
     float *y;               /* [n_rows, y_stride] */
+    int64_t x_stride;
+    int64_t sums_stride;
     int64_t y_stride;
     int32_t n_rows;
     int32_t n_out;
@@ -47,7 +50,7 @@ struct params {
     int32_t scale_kind; /* enum qkv_scale: F32, F16, BF16 */
     int32_t min_kind;
     int32_t min_is_zero;
-    int32_t two_terms; /* the table's values are two bf16 terms */
+    int32_t two_terms; /* values, the table's or the weight's own, are two bf16 terms */
     float softcap;     /* 0: none */
     int32_t add;
 };
@@ -76,11 +79,36 @@ static __device__ __forceinline__ float load_scale(const void *data, int32_t kin
     return kind == QKV_SCALE_F16 ? qkv_f16_fast(half) : qkv_f32_from_bits(half << 16);
 }
 
+/* Two words of each step of a unit of rows of bf16. */
+static __device__ __forceinline__ void load_values(const struct params &p, const uint16_t *values,
+                                                   int32_t tile, int32_t unit, uint32_t b[STEPS][2])
+{
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+    int32_t column = tile * COLUMNS + lane / 4;
+    const uint32_t *words = (const uint32_t *)(const void *)values +
+                            ((int64_t)column * p.k_pad + unit * UNIT) / 2 + lane % 4;
+    bool is_there = column < p.n_out;
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+        b[s][0] = is_there ? words[8 * s] : 0;
+        b[s][1] = is_there ? words[8 * s + 4] : 0;
+    }
+}
+
 /* A lane's codes of one unit as B fragments of its 4 steps; `low`: second terms. */
 static __device__ __forceinline__ void decode_unit(const struct params &p, const uint32_t *table,
-                                                   int64_t place, uint32_t b[STEPS][2],
+                                                   int32_t tile, int32_t unit, uint32_t b[STEPS][2],
                                                    uint32_t low[STEPS][2])
 {
+    if (p.code == QKV_CODE_BF16) {
+        load_values(p, (const uint16_t *)(const void *)p.codes, tile, unit, b);
+        if (p.two_terms) {
+            load_values(p, p.low, tile, unit, low);
+        }
+        return;
+    }
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+    int64_t place = ((int64_t)tile * p.n_units + unit) * QKV_WARP + lane;
     if (is_nibbles(p.code)) {
         uint2 words = ((const uint2 *)(const void *)p.codes)[place];
 #pragma unroll
@@ -110,7 +138,7 @@ static __device__ __forceinline__ void load_rows(const struct params &p, int32_t
 {
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
     const uint32_t *x = (const uint32_t *)(const void *)p.x;
-    int64_t stride = p.k_pad / 2;
+    int64_t stride = p.x_stride / 2;
     int64_t first = row + lane / 4;
     int64_t at = first * stride + k / 2 + lane % 4;
     bool has_first = first < p.n_rows;
@@ -123,11 +151,11 @@ static __device__ __forceinline__ void load_rows(const struct params &p, int32_t
 
 /* A group's sums into the totals. */
 template <int M>
-static __device__ __forceinline__ void fold_group(const struct params &p, int32_t row,
+static __device__ __forceinline__ void fold_group(const struct params &p, int32_t tile, int32_t row,
                                                   int32_t group, float acc[M][4], float total[M][4])
 {
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
-    int64_t at = ((int64_t)blockIdx.x * p.n_groups + group) * COLUMNS + lane % 4 * 2;
+    int64_t at = ((int64_t)tile * p.n_groups + group) * COLUMNS + lane % 4 * 2;
     float scale[2] = {load_scale(p.scale, p.scale_kind, at),
                       load_scale(p.scale, p.scale_kind, at + 1)};
 #pragma unroll
@@ -151,7 +179,7 @@ static __device__ __forceinline__ void fold_group(const struct params &p, int32_
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int64_t r = row + 16 * m + lane / 4 + 8 * half;
-            float sum = r < p.n_rows ? p.x_sums[r * p.n_groups + group] : 0.0f;
+            float sum = r < p.n_rows ? p.x_sums[r * p.sums_stride + group] : 0.0f;
             total[m][2 * half] = fmaf(min[0], sum, total[m][2 * half]);
             total[m][2 * half + 1] = fmaf(min[1], sum, total[m][2 * half + 1]);
         }
@@ -176,10 +204,9 @@ static __device__ __forceinline__ void store_result(const struct params &p, int6
 /* This warp's units: sums of its part of k. */
 template <int M>
 static __device__ __forceinline__ void multiply_part(const struct params &p, const uint32_t *table,
-                                                     int32_t row, float total[M][4])
+                                                     int32_t tile, int32_t row, float total[M][4])
 {
     int32_t warp = (int32_t)threadIdx.x / QKV_WARP;
-    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
     int32_t first = warp * p.units_per_warp;
     int32_t end = first + p.units_per_warp < p.n_units ? first + p.units_per_warp : p.n_units;
     float acc[M][4];
@@ -191,7 +218,7 @@ static __device__ __forceinline__ void multiply_part(const struct params &p, con
     for (int32_t unit = first; unit < end; unit++) {
         uint32_t b[STEPS][2];
         uint32_t low[STEPS][2];
-        decode_unit(p, table, ((int64_t)blockIdx.x * p.n_units + unit) * QKV_WARP + lane, b, low);
+        decode_unit(p, table, tile, unit, b, low);
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
             int32_t k = unit * UNIT + 16 * s;
@@ -206,7 +233,7 @@ static __device__ __forceinline__ void multiply_part(const struct params &p, con
                     }
                 }
                 if (p.group > 0 && (k + 16) % p.group == 0) {
-                    fold_group<M>(p, row, k / p.group, acc, total);
+                    fold_group<M>(p, tile, row, k / p.group, acc, total);
                 }
             }
         }
@@ -220,107 +247,69 @@ static __device__ __forceinline__ void multiply_part(const struct params &p, con
     }
 }
 
-/* M: tiles of 16 rows of a block. */
-template <int M> __global__ void __launch_bounds__(THREADS) gemm_packed(const struct params p)
+/* What a block has in shared memory. M: tiles of 16 rows. */
+template <int M> struct cells {
+    uint32_t table[16];
+    float parts[WARPS][M][4][QKV_WARP];
+};
+
+/* Columns of a tile and rows [row, row + 16 M), by a block. */
+template <int M>
+static __device__ __forceinline__ void multiply_tile(const struct params &p, int32_t tile,
+                                                     int32_t row, struct cells<M> &shared)
 {
-    __shared__ uint32_t table[16];
-    __shared__ float parts[WARPS][M][4][QKV_WARP];
     int32_t warp = (int32_t)threadIdx.x / QKV_WARP;
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
-    int32_t row = (int32_t)blockIdx.y * 16 * M;
-    if (threadIdx.x < 16) {
-        table[threadIdx.x] = p.table[threadIdx.x];
+    if (threadIdx.x < 16 && p.table != NULL) {
+        shared.table[threadIdx.x] = p.table[threadIdx.x];
     }
     __syncthreads();
     float total[M][4];
-    multiply_part<M>(p, table, row, total);
+    multiply_part<M>(p, shared.table, tile, row, total);
 #pragma unroll
     for (int m = 0; m < M; m++) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            parts[warp][m][j][lane] = total[m][j];
+            shared.parts[warp][m][j][lane] = total[m][j];
         }
     }
     __syncthreads();
     for (int32_t m = warp; m < M; m += WARPS) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            float sum = parts[0][m][j][lane];
+            float sum = shared.parts[0][m][j][lane];
 #pragma unroll
             for (int w = 1; w < WARPS; w++) {
-                sum += parts[w][m][j][lane];
+                sum += shared.parts[w][m][j][lane];
             }
             store_result(p, row + 16 * m + lane / 4 + j / 2 * 8,
-                         (int32_t)blockIdx.x * COLUMNS + lane % 4 * 2 + j % 2, sum);
+                         tile * COLUMNS + lane % 4 * 2 + j % 2, sum);
         }
     }
 }
 
 /* ---- beside the product ---- */
 
-struct sums_params {
-    const uint16_t *x; /* bf16 [n_rows, k_pad] */
-    float *sums;       /* [n_rows, n_groups] */
-    int32_t k_pad;
-    int32_t group;
-    int32_t n_groups;
-};
-
-/* A block is a row, a warp a group at a time. */
-__global__ void __launch_bounds__(THREADS) linear_sums(const struct sums_params p)
+/* Sums over a row's groups, by a block: a warp a group at a time. */
+static __device__ __forceinline__ void sum_groups(const uint16_t *x, float *sums, int32_t group,
+                                                  int32_t n_groups)
 {
-    int64_t row = blockIdx.x;
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
-    for (int32_t g = (int32_t)threadIdx.x / QKV_WARP; g < p.n_groups; g += WARPS) {
-        const uint16_t *x = p.x + row * p.k_pad + (int64_t)g * p.group;
+    for (int32_t g = (int32_t)threadIdx.x / QKV_WARP; g < n_groups; g += WARPS) {
         float sum = 0.0f;
-        for (int32_t i = lane; i < p.group; i += QKV_WARP) {
-            sum += qkv_bf16_to_f32(x[i]);
+        for (int32_t i = lane; i < group; i += QKV_WARP) {
+            sum += qkv_bf16_to_f32(x[(int64_t)g * group + i]);
         }
         sum = warp_sum(sum);
         if (lane == 0) {
-            p.sums[row * p.n_groups + g] = sum;
+            sums[g] = sum;
         }
-    }
-}
-
-struct embed_params {
-    struct params weight;
-    const int32_t *tokens; /* [n_rows] */
-    float *x;              /* [n_rows, k_in] */
-    float scale;
-};
-
-/* A block is a row of the table, back as floats. */
-__global__ void __launch_bounds__(THREADS) embed_packed(const struct embed_params e)
-{
-    const struct params &p = e.weight;
-    int32_t token = e.tokens[blockIdx.x];
-    for (int32_t k = (int32_t)threadIdx.x; k < p.k_in; k += THREADS) {
-        int32_t in_step = k % 16;
-        int32_t lane = token % COLUMNS * 4 + in_step % 8 / 2;
-        int64_t unit = (int64_t)(token / COLUMNS) * p.n_units + k / UNIT;
-        int64_t at = (unit * QKV_WARP + lane) * 16 + k % UNIT / 16 * 4 + in_step / 8 * 2 + k % 2;
-        float value;
-        if (is_nibbles(p.code)) {
-            value = qkv_f32_from_bits(p.table[16 + (p.codes[at / 2] >> (at % 2 * 4) & 15u)]);
-        } else {
-            value = byte_value(p.code, p.codes[at]);
-        }
-        if (p.group > 0) {
-            int64_t group =
-                ((int64_t)(token / COLUMNS) * p.n_groups + k / p.group) * COLUMNS + token % COLUMNS;
-            /* Rounded after each step, as qkv_matrix_values has it. */
-            float min = p.min != NULL ? load_scale(p.min, p.min_kind, group) : 0.0f;
-            value = p.min_is_zero ? value - min : value;
-            value = __fmul_rn(value, load_scale(p.scale, p.scale_kind, group));
-            value = p.min != NULL && !p.min_is_zero ? value + min : value;
-        }
-        value = p.row_scale != NULL ? value * p.row_scale[token] : value;
-        e.x[(int64_t)blockIdx.x * p.k_in + k] = value * e.scale;
     }
 }
 
 } // namespace packed
+
+/* What of a call is the weight's: all but x, y and their sizes. */
+struct packed::params qkv_cuda_packed_params(const struct qkv_weight *w);
 
 #endif

@@ -30,17 +30,7 @@ enum qkv_status qkv_cuda_embed(struct qkv_error *err, struct qkv_device *dev,
                                const struct qkv_weight *table, float scale, struct qkv_buffer *x)
 {
     const struct qkv_batch *batch = dev->batch;
-    if (batch == NULL) {
-        return qkv_fail(err, QKV_ERR_STATE, "embed: no batch was begun");
-    }
-    QKV_TRY(qkv_cuda_check_floats(err, "embed", "x", x, (uint64_t)batch->n_rows,
-                                  (uint64_t)table->k_in));
-    for (int32_t r = 0; r < batch->n_rows; r++) {
-        if (batch->tokens[r] < 0 || batch->tokens[r] >= table->n_out) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "embed: token %d in row %d, the table has %d",
-                            batch->tokens[r], r, table->n_out);
-        }
-    }
+    QKV_TRY(qkv_check_embed(err, &qkv_cuda_sizes, batch, table, x));
     if (table->codes != NULL) {
         return qkv_cuda_packed_embed(err, dev, table, dev->on_device.tokens, batch->n_rows, scale,
                                      (float *)x->data);
@@ -82,13 +72,7 @@ enum qkv_status qkv_cuda_norm_add(struct qkv_error *err, struct qkv_device *dev,
                                   const struct qkv_buffer *norm, float eps, int32_t n_rows,
                                   int32_t dim)
 {
-    if (n_rows < 1 || dim < 1) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "norm_add: %d rows of %d", n_rows, dim);
-    }
-    uint64_t rows = (uint64_t)n_rows;
-    QKV_TRY(qkv_cuda_check_floats(err, "norm_add", "x", x, rows, (uint64_t)dim));
-    QKV_TRY(qkv_cuda_check_floats(err, "norm_add", "y", y, rows, (uint64_t)dim));
-    QKV_TRY(qkv_cuda_check_floats(err, "norm_add", "norm", norm, 1, (uint64_t)dim));
+    QKV_TRY(qkv_check_norm_add(err, &qkv_cuda_sizes, x, y, norm, n_rows, dim));
     struct norm_params p = {(float *)x->data, (const float *)y->data, (const float *)norm->data,
                             eps, dim};
     return qkv_cuda_launch(err, dev, "norm_add_rows", norm_add_rows, dim3((unsigned)n_rows),

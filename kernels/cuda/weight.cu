@@ -6,6 +6,35 @@ extern "C" {
 #include "base/threads.h"
 }
 
+static size_t buffer_bytes(const struct qkv_buffer *buffer)
+{
+    return buffer->n_bytes;
+}
+
+static void weight_shape(const struct qkv_weight *weight, int32_t *n_out, int32_t *k_in)
+{
+    *n_out = weight->n_out;
+    *k_in = weight->k_in;
+}
+
+const struct qkv_sizes qkv_cuda_sizes = {buffer_bytes, weight_shape};
+
+/* Both absent, or the same bytes. */
+static bool same_bytes(const void *a, const void *b, size_t n_bytes)
+{
+    return a == NULL || b == NULL ? a == b : memcmp(a, b, n_bytes) == 0;
+}
+
+bool qkv_cuda_same_input(const struct qkv_weight *a, const struct qkv_weight *b)
+{
+    size_t n_bytes = (size_t)a->k_in * sizeof(float);
+    return same_bytes(a->host_k_scale, b->host_k_scale, n_bytes) &&
+           same_bytes(a->host_k_order, b->host_k_order, n_bytes) &&
+           a->input.quant == b->input.quant && a->input.group == b->input.group &&
+           a->input.power_of_two == b->input.power_of_two && a->input.steps == b->input.steps &&
+           a->input.scale == b->input.scale;
+}
+
 /* Rows that are decoded at a time, cut over the host's threads. */
 struct slab {
     const struct qkv_matrix *matrix;
@@ -176,10 +205,10 @@ enum qkv_status qkv_cuda_weight_create(struct qkv_error *err, struct qkv_device 
 
 void qkv_cuda_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight)
 {
-    (void)dev;
     if (weight == NULL) {
         return;
     }
+    qkv_cuda_forget_experts(dev);
     qkv_cuda_free(weight->high);
     qkv_cuda_free(weight->low);
     qkv_cuda_free(weight->k_scale);

@@ -46,6 +46,9 @@ struct qkv_cuda_packed_call {
     bool add;
 };
 
+/* Whether two weights want the same of their input. */
+bool qkv_cuda_same_input(const struct qkv_weight *a, const struct qkv_weight *b);
+
 /* Whether weights of this form are kept in codes. */
 bool qkv_cuda_is_packed(const struct qkv_form *form);
 
