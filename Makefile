@@ -7,7 +7,8 @@ JOBS ?= $(shell nproc)
 CTESTS := $(BIN)/python tests/tools/ctests.py -j $(JOBS)
 # A file's tests stay together, they share what they have made.
 PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
-C_FILES := $(shell find csrc kernels tests/c tests/fuzz -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
+C_FILES := $(shell find csrc kernels tests/c tests/fuzz -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh') \
+	tests/bench/bench_cuda.cu
 BUILD_FILES := $(shell find csrc kernels -name '*.c' -o -name '*.h' -o -name '*.inc' -o -name '*.def')
 PY_FILES := setup.py python tests
 USABLE_ISAS := from qkv import _core; print(*(name for name, usable in _core.isas() if usable))
@@ -22,8 +23,8 @@ export QKV_CUDA ?= 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test dev check format format-check lint layers stubs ctests asan ubsan tsan \
-	pytest-fast pytest-asan fuzz fuzz-replay isa cuda cuda-check cuda-ctests cuda-gpu bench soak soak-models \
-	dist clean
+	pytest-fast pytest-asan fuzz fuzz-replay isa cuda cuda-asan cuda-check cuda-ctests cuda-gpu \
+	bench soak soak-models dist clean
 
 help:
 	@echo "make demo          is an FP8 KV cache safe for a small real model? GSM8K, MMLU, and a page"
@@ -31,7 +32,8 @@ help:
 	@echo "make dev           editable install with asserts on"
 	@echo "make check         what to run before a commit (< 90 s)"
 	@echo "make format        clang-format and ruff, in place"
-	@echo "make asan tsan     C tests, fuzz replay and pytest under ASan+UBSan; C tests under TSan"
+	@echo "make asan tsan     C tests, emulated kernels, fuzz replay and pytest under ASan+UBSan; C tests"
+	@echo "                   under TSan"
 	@echo "make fuzz T=gguf   fuzz one target for SECONDS_PER_TARGET=60 s; make fuzz-replay: the corpus"
 	@echo "make isa           parity of every instruction set that this machine has"
 	@echo "make cuda          the CUDA library with nvcc; cuda-check: its kernels, emulated; cuda-gpu: on"
@@ -124,7 +126,7 @@ pytest-fast: $(VENV)/test.stamp
 
 # ---- deeper ---------------------------------------------------------------------------------
 
-asan ubsan: $(VENV)/tools.stamp pytest-asan
+asan ubsan: $(VENV)/tools.stamp pytest-asan cuda-asan
 	$(CTESTS) --variant asan
 	$(CTESTS) --fuzz-replay
 
@@ -168,6 +170,10 @@ cuda-ctests: $(VENV)/tools.stamp
 	$(BIN)/python tests/tools/cuda_build.py --emulated -j $(JOBS)
 	QKV_TEST_BACKEND=python/qkv/_qkv_cuda_emulated.so $(CTESTS) $(CUDA_TESTS)
 
+cuda-asan: $(VENV)/tools.stamp
+	$(BIN)/python tests/tools/cuda_build.py --emulated --asan -j $(JOBS)
+	QKV_TEST_BACKEND=build/cuda/_qkv_cuda_asan.so $(CTESTS) --variant asan $(CUDA_TESTS)
+
 # The same tests of kernels on the GPU that is there, then under NVIDIA's checkers.
 CUDA_TESTS := attention attention_kv forms linear moe moe_forms sample
 cuda-gpu: cuda
@@ -176,6 +182,7 @@ cuda-gpu: cuda
 		QKV_TEST_BACKEND=build/cuda/_qkv_cuda.so compute-sanitizer --tool $$tool \
 			--error-exitcode 1 build/ctests/plain/test_$$name || exit 1; \
 	done; done
+	LD_LIBRARY_PATH=$$(ls -d $(VENV)/lib/python3*/site-packages/nvidia/cu13/lib) build/cuda/bench_cuda
 
 bench: $(VENV)/core.stamp
 	$(BIN)/python tests/bench/run_benches.py
@@ -195,10 +202,11 @@ soak: $(VENV)/test.stamp soak-models
 	$(BIN)/python tests/bench/bench_dataset.py many --rows 1000000
 	$(MAKE) isa asan tsan
 
-dist: $(VENV)/dev.stamp
+# The second wheel, with the CUDA library in it, where there is nvcc.
+dist: $(VENV)/dev.stamp $(VENV)/cublas.stamp
 	rm -rf dist
 	$(BIN)/python -m build
-	$(BIN)/python -m pytest -q tests/test_sdist_wheel.py
+	$(BIN)/python -m pytest -q tests/test_sdist_wheel.py --soak
 
 clean:
 	rm -rf build dist $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -7,6 +7,10 @@
 #if !defined(__x86_64__)
 #include <ucontext.h>
 #endif
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
 
 namespace emulate
 {
@@ -38,12 +42,12 @@ asm(".text\n"
     "    ret\n"
     ".size qkv_emulate_switch, . - qkv_emulate_switch\n");
 
-void switch_to(context *from, context *to)
+void change_stack(context *from, context *to)
 {
     qkv_emulate_switch(from, *to);
 }
 
-/* As if `entry` had called switch_to() as its first act: six registers, then where to return to,
+/* As if `entry` had called change_stack() as its first act: six registers, then where to return to,
  * then what makes the stack look as after a call. */
 void prepare(context *at, uint8_t *stack, void (*entry)())
 {
@@ -60,7 +64,7 @@ void prepare(context *at, uint8_t *stack, void (*entry)())
 
 typedef ucontext_t context;
 
-void switch_to(context *from, context *to)
+void change_stack(context *from, context *to)
 {
     (void)swapcontext(from, to);
 }
@@ -76,8 +80,16 @@ void prepare(context *at, uint8_t *stack, void (*entry)())
 
 #endif
 
-struct fiber {
+/* Where to go on, and on which stack: what AddressSanitizer wants to be told. */
+struct place {
     context at;
+    const void *stack;
+    size_t stack_bytes;
+    void *frames;
+};
+
+struct fiber {
+    struct place place;
     uint8_t *stack;
     struct thread thread;
 };
@@ -86,7 +98,8 @@ struct state {
     pthread_mutex_t lock;
     struct fiber fibers[MAX_THREADS];
     struct warp warps[MAX_THREADS / 32];
-    context scheduler;
+    struct place scheduler;
+    struct place *left; /* by the switch that is under way */
     struct fiber *now;
     struct fiber *queue[MAX_THREADS]; /* a ring of fibers that wait */
     unsigned queue_first;
@@ -102,6 +115,38 @@ struct state {
 };
 
 struct state all = {};
+
+/* The first act on another stack. */
+void arrive(struct place *here)
+{
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(here->frames, &all.left->stack, &all.left->stack_bytes);
+#else
+    (void)here;
+#endif
+}
+
+void switch_to(struct place *from, struct place *to)
+{
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(&from->frames, to->stack, to->stack_bytes);
+#endif
+    all.left = from;
+    change_stack(&from->at, &to->at);
+    arrive(from);
+}
+
+/* A fiber that begins anew. What it left is forgotten, which the sanitizer has marked. */
+void renew(struct fiber *fiber, void (*entry)())
+{
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(fiber->stack, STACK_BYTES);
+#endif
+    fiber->place.stack = fiber->stack;
+    fiber->place.stack_bytes = STACK_BYTES;
+    fiber->place.frames = NULL;
+    prepare(&fiber->place.at, fiber->stack, entry);
+}
 
 void enter(struct fiber *fiber)
 {
@@ -147,6 +192,7 @@ void end_thread(struct fiber *fiber)
 void fiber_main()
 {
     struct fiber *me = all.now;
+    arrive(&me->place);
     for (;;) {
         all.body(all.kernel, all.params);
         end_thread(me);
@@ -155,11 +201,11 @@ void fiber_main()
             continue;
         }
         if (all.n_queued == 0) {
-            switch_to(&me->at, &all.scheduler);
+            switch_to(&me->place, &all.scheduler);
         } else {
             struct fiber *next = take_waiting();
             enter(next);
-            switch_to(&me->at, &next->at);
+            switch_to(&me->place, &next->place);
         }
     }
 }
@@ -171,19 +217,19 @@ void wait()
     all.queue[(all.queue_first + all.n_queued++) % MAX_THREADS] = me;
     if (all.n_started < all.n_threads) {
         struct fiber *fresh = &all.fibers[all.n_fibers++];
-        prepare(&fresh->at, fresh->stack, fiber_main);
+        renew(fresh, fiber_main);
         begin_thread(fresh);
-        switch_to(&me->at, &fresh->at);
+        switch_to(&me->place, &fresh->place);
         return;
     }
     if (all.n_idle++ > 2 * all.n_threads) {
         all.failure = "a barrier or a collective of a warp that not all of its threads reach";
-        switch_to(&me->at, &all.scheduler); /* never comes back */
+        switch_to(&me->place, &all.scheduler); /* never comes back */
     }
     struct fiber *next = take_waiting();
     enter(next);
     if (next != me) {
-        switch_to(&me->at, &next->at);
+        switch_to(&me->place, &next->place);
     }
 }
 
@@ -203,9 +249,9 @@ const char *run_block()
         all.warps[w].n_arrived = 0;
         all.warps[w].n_lanes = 32;
     }
-    prepare(&all.fibers[0].at, all.fibers[0].stack, fiber_main);
+    renew(&all.fibers[0], fiber_main);
     begin_thread(&all.fibers[0]);
-    switch_to(&all.scheduler, &all.fibers[0].at);
+    switch_to(&all.scheduler, &all.fibers[0].place);
     return all.failure;
 }
 
@@ -302,7 +348,7 @@ lane_data collective(unsigned mask, const lane_data &in, combine function)
     unsigned place = generation % 2;
     if (mask != 0xffffffffu) {
         all.failure = "a collective of a part of a warp: whole warps only";
-        switch_to(&all.now->at, &all.scheduler);
+        switch_to(&all.now->place, &all.scheduler);
     }
     warp->in[place][thread->lane] = in;
     if (++warp->n_arrived == 32) {

@@ -1,7 +1,8 @@
 """Builds the CUDA backend for tests.
 
   cuda_build.py --emulated          python/qkv/_qkv_cuda_emulated.so: every kernel on the processor
-  cuda_build.py [--archs 80,90a]    build/cuda/_qkv_cuda.so with nvcc, warnings as errors, and
+  cuda_build.py --emulated --asan   build/cuda/_qkv_cuda_asan.so: the same under ASan and UBSan
+  cuda_build.py [--archs 80,90a]    build/cuda/_qkv_cuda.so and bench_cuda with nvcc, and
                                     a look at ptxas' report: attention and products must not spill
 
 Sources and flags come from setup.py, which builds the library that a wheel carries. Without nvcc or
@@ -95,18 +96,22 @@ def spills(report: str) -> list[str]:
     return found
 
 
-def build_emulated(jobs: int) -> bool:
+def build_emulated(jobs: int, asan: bool) -> bool:
     setup, build = load_setup(), Build(jobs)
-    work = [
-        (OUT / "emulated" / f"{Path(source).stem}.o",
-         [*command, "-MMD", "-c", source, "-o", str(OUT / "emulated" / f"{Path(source).stem}.o")])
-        for source, command in setup.cuda_emulated_commands()
-    ]  # fmt: skip
+    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if asan else []
+    out = OUT / ("asan" if asan else "emulated")
+    library = OUT / "_qkv_cuda_asan.so" if asan else EMULATED
+    work = []
+    for source, command in setup.cuda_emulated_commands():
+        target = out / f"{Path(source).stem}.o"
+        work.append((target, [*command, *sanitize, "-MMD", "-c", source, "-o", str(target)]))
     objects = build.all(work)
     newest = max((os.path.getmtime(path) for path in objects if os.path.exists(path)), default=0)
-    if not build.failed and EMULATED.exists() and EMULATED.stat().st_mtime > newest:
+    if not build.failed and library.exists() and library.stat().st_mtime > newest:
         return True
-    return build.link(EMULATED, ["g++", "-shared", *objects, "-pthread", "-Wl,-z,defs", "-lm"])
+    # What the sanitizers need is in the program that loads it.
+    more = sanitize or ["-Wl,-z,defs"]
+    return build.link(library, ["g++", "-shared", *objects, "-pthread", *more, "-lm"])
 
 
 def build_cuda(jobs: int, archs: str) -> int:
@@ -121,8 +126,19 @@ def build_cuda(jobs: int, archs: str) -> int:
         target = OUT / "nvcc" / f"{Path(source).stem}.o"
         more = ["-Xptxas", "-v"] if source.endswith(".cu") else []
         work.append((target, [*command, *more, "-MMD", "-c", source, "-o", str(target)]))
-    objects = build.all(work)
+    # Beside the library: the bench for a GPU, which loads it.
+    nvcc = next(command for source, command in setup.cuda_commands() if source.endswith(".cu"))
+    cc = next(command for source, command in setup.cuda_commands() if source.endswith(".c"))
+    for source, command in (
+        ("tests/bench/bench_cuda.cu", nvcc),
+        ("csrc/backend/backend_load.c", cc),
+    ):
+        target = OUT / "nvcc" / f"{Path(source).stem}.o"
+        work.append((target, [*command, "-MMD", "-c", source, "-o", str(target)]))
+    *objects, bench, loader = build.all(work)
     build.link(OUT / "_qkv_cuda.so", setup.cuda_link(objects))
+    host = [str(OUT / "nvcc" / f"{Path(source).stem}.o") for source in setup.CUDA_HOST]
+    build.link(OUT / "bench_cuda", ["nvcc", "-cudart", "static", bench, loader, *host, "-ldl"])
     for line in spills(build.report):
         print(f"cuda: spills registers: {line}")
         build.failed = True
@@ -134,12 +150,13 @@ def build_cuda(jobs: int, archs: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--emulated", action="store_true")
+    parser.add_argument("--asan", action="store_true")
     parser.add_argument("--archs", default="80,90a")
     parser.add_argument("-j", "--jobs", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
     os.chdir(ROOT)
     if args.emulated:
-        return 0 if build_emulated(args.jobs) else 1
+        return 0 if build_emulated(args.jobs, args.asan) else 1
     return build_cuda(args.jobs, args.archs)
 
 
