@@ -17,8 +17,16 @@ from qkv import _core
 from qkv.quantization import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
-ARCHS = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
-EXPERTS = ("qwen3_moe", "qwen2_moe")
+
+
+def first_fast(*names: str) -> list[Any]:
+    """The others are slow: under sanitizers, which see nothing of the library, one is enough."""
+    return [names[0], *(pytest.param(name, marks=pytest.mark.slow) for name in names[1:])]
+
+
+ARCHS = first_fast("llama", "qwen2", "qwen3", "mistral", "gemma3")
+EXPERTS = first_fast("qwen3_moe", "qwen2_moe")
+METHODS_IN_CODES = first_fast("int4", "int8", "w8a8_fp8", "nvfp4", "mxfp4")
 # Two orders of additions differ by 1e-6 and mostly stay there. Where such a difference crosses the
 # middle between two codes, it becomes a step of the code: a value of bf16 in the cache moves a tiny
 # model's logits by a few hundredths, an input in e4m3 (steps of an eighth) by ten times that. Both
@@ -89,7 +97,7 @@ def test_tokens_of_experts(tiny: Callable[..., Path], cuda_emulated: str, arch: 
     compare(tiny(arch), cuda_emulated, "bf16")
 
 
-@pytest.mark.parametrize("method", ["int4", "int8", "w8a8_fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("method", METHODS_IN_CODES)
 def test_tokens_with_weights_in_codes(
     tiny: Callable[..., Path], cuda_emulated: str, method: str
 ) -> None:
@@ -99,6 +107,16 @@ def test_tokens_with_weights_in_codes(
     margin = MARGIN_OF_E4M3 if target.endswith("fp8") else MARGIN
     options: dict[str, Any] = {"online": target, "activation_quant": "checkpoint"}
     compare(path, cuda_emulated, "bf16", margin=margin, **options)
+
+
+def test_tokens_of_fp8_by_fp8(tiny: Callable[..., Path], cuda_emulated: str) -> None:
+    """Codes of weights and inputs multiplied as they are, experts' decoded: the values are those
+    that the CPU multiplies. So are those of the same device, which decodes."""
+    target = METHODS["w8a8_fp8"].target
+    options: dict[str, Any] = {"online": target, "activation_quant": "checkpoint"}
+    for arch in ("llama", "qwen3_moe"):
+        path = tiny(arch)
+        compare(path, cuda_emulated, "bf16", margin=MARGIN_OF_E4M3, native_fp8=True, **options)
 
 
 @pytest.mark.slow
@@ -125,6 +143,11 @@ def test_refusals(tiny: Callable[..., Path], cuda_emulated: str) -> None:
     options: dict[str, Any] = {"device": "cuda-emulated", "device_library": cuda_emulated}
     with pytest.raises(_core.UnsupportedError, match="float32 is the reference arithmetic"):
         open_engine(path, kv_tokens=64, compute_dtype="float32", **options)
+    with pytest.raises(_core.UnsupportedError, match="activation_quant int8 for every weight"):
+        open_engine(path, kv_tokens=64, activation_quant="int8", **options)
+    wide = tiny("llama", head_dim=288)
+    with pytest.raises(_core.UnsupportedError, match="k_dim.*288"):
+        open_engine(wide, kv_tokens=64, **options)
     with pytest.raises(ValueError, match="isa scalar: of the CPU backend"):
         open_engine(path, kv_tokens=64, isa="scalar", **options)
     with pytest.raises(_core.UnsupportedError, match="one emulated GPU"):

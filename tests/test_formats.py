@@ -171,9 +171,32 @@ def test_the_choice_of_a_gemm(option: str, fixtures_dir: Path) -> None:
             opened(name)
     with pytest.raises(ValueError, match=f"{option}='fastest': must be one of auto, decode"):
         opened("fastest")
+    if "cublaslt" in gemm_backends.BACKENDS[option]:
+        with pytest.raises(qkv.UnsupportedError, match="of GPUs, with device='auto'.*decode"):
+            opened("cublaslt")
     for compute_dtype, taken in (("bf16", "decode"), ("float32", None)):
         with opened("decode", compute_dtype=compute_dtype) as engine:
             assert engine.info["fp4_gemm_backend"]["taken"] == taken
+
+
+def test_the_choice_by_generation() -> None:
+    """Every GPU that the library is built for has one row, and its reason is the one in info."""
+    archs = [arch for g in gemm_backends.GENERATIONS for arch in g.archs]
+    assert len(set(archs)) == len(archs)
+    assert {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"} <= set(archs)
+    loaded = gemm_backends.Weights(
+        codes=["e4m3", "table of 16"], gguf_types=[], target="", n_online=0, dequantized=False
+    )
+    for g in gemm_backends.GENERATIONS:
+        for option, (name, why) in g.auto.items():
+            assert name in gemm_backends.BACKENDS[option]
+            for arch in g.archs:
+                taken = gemm_backends.chosen(option, "auto", loaded, arch)
+                assert taken["taken"] == name and f"auto on {arch}: {why}" in taken["why"]
+            assert f"{option}: {name}, {why}" in gemm_backends.table()
+    for isa in ("avx512bf16", "emulated, reference GEMM"):
+        taken = gemm_backends.chosen("fp8_gemm_backend", "auto", loaded, isa)
+        assert taken["taken"] == "decode" and taken["why"].startswith("the one that this device")
 
 
 @pytest.mark.parametrize("name", RUN)

@@ -28,7 +28,7 @@
 #include "quant/formats.h"
 #include "quant/matrix.h"
 
-enum { QKV_BACKEND_ABI = 7 };
+enum { QKV_BACKEND_ABI = 8 };
 
 struct qkv_device; /* one opened backend: threads, scratch memory, stream */
 struct qkv_buffer; /* zeroed bytes of device memory */
@@ -53,6 +53,8 @@ struct qkv_device_options {
     const struct qkv_allocator *allocator; /* NULL: qkv_block_alloc. Ignored by GPU backends */
     const char *fault; /* of the fault backend: what it damages; the others ignore it */
     int32_t ordinal;   /* which GPU, by the driver's numbers; the CPU ignores it */
+    bool native_fp8;   /* FP8 weights and inputs with a scale a row are multiplied as they are, by a
+                          GPU that can, else an error; the CPU ignores it */
 };
 
 struct qkv_device_info {

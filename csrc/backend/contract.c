@@ -64,9 +64,21 @@ enum qkv_status qkv_check_kv_scales(struct qkv_error *err, int32_t layer, const 
     return QKV_OK;
 }
 
-enum qkv_status qkv_check_copy_rows(struct qkv_error *err, size_t n_dst, int32_t dst_first,
-                                    size_t n_src, bool same, const int32_t *rows, int32_t n)
+size_t qkv_count_rows(const struct qkv_sizes *sizes, const struct qkv_buffer *buffer, int32_t dim)
 {
+    return sizes->buffer_bytes(buffer) / sizeof(float) / (size_t)dim;
+}
+
+enum qkv_status qkv_check_copy_rows(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                    const struct qkv_buffer *dst, int32_t dst_first,
+                                    const struct qkv_buffer *src, const int32_t *rows, int32_t n,
+                                    int32_t dim)
+{
+    if (dim < 1) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: rows of %d", dim);
+    }
+    size_t n_dst = qkv_count_rows(sizes, dst, dim);
+    size_t n_src = qkv_count_rows(sizes, src, dim);
     if (n < 0 || dst_first < 0 || (size_t)dst_first > n_dst ||
         (size_t)n > n_dst - (size_t)dst_first) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: rows %d + %d of a buffer of %zu",
@@ -77,7 +89,7 @@ enum qkv_status qkv_check_copy_rows(struct qkv_error *err, size_t n_dst, int32_t
             return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: row %d of a buffer of %zu", rows[i],
                             n_src);
         }
-        if (same && rows[i] >= dst_first && rows[i] - dst_first < n) {
+        if (dst == src && rows[i] >= dst_first && rows[i] - dst_first < n) {
             return qkv_fail(err, QKV_ERR_ARGUMENT,
                             "copy_rows: row %d of one buffer is read and written", rows[i]);
         }

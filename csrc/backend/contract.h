@@ -21,9 +21,13 @@ enum qkv_status qkv_check_batch(struct qkv_error *err, const struct qkv_batch *b
 enum qkv_status qkv_check_kv_scales(struct qkv_error *err, int32_t layer, const char *which,
                                     enum qkv_kv_format format, const float *scales, int32_t n);
 
-/* n_dst, n_src: rows that the buffers hold; same: they are one. */
-enum qkv_status qkv_check_copy_rows(struct qkv_error *err, size_t n_dst, int32_t dst_first,
-                                    size_t n_src, bool same, const int32_t *rows, int32_t n);
+/* Whole rows of `dim` floats that it holds; dim >= 1. */
+size_t qkv_count_rows(const struct qkv_sizes *sizes, const struct qkv_buffer *buffer, int32_t dim);
+
+enum qkv_status qkv_check_copy_rows(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                    const struct qkv_buffer *dst, int32_t dst_first,
+                                    const struct qkv_buffer *src, const int32_t *rows, int32_t n,
+                                    int32_t dim);
 
 /* n_rows: that the buffer of logits holds; index: of the row among those to sample. */
 enum qkv_status qkv_check_sample_row(struct qkv_error *err, size_t n_rows, int32_t n_vocab,

@@ -103,6 +103,7 @@ static enum qkv_status open_device(struct qkv_error *err, struct qkv_engine *eng
         .log = &engine->log,
         .fault = fault,
         .ordinal = ordinal,
+        .native_fp8 = options->native_fp8,
     };
     return engine->backend->open(err, &device, &engine->device);
 }

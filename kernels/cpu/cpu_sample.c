@@ -14,6 +14,7 @@
 #include "base/mem.h"
 #include "base/philox.h"
 #include "cpu_device.h"
+#include "cpu_products.h"
 #include "ops.h"
 
 enum { N_BUCKETS = 2048, SUM_BLOCK = 1024 };
@@ -377,7 +378,7 @@ enum qkv_status qkv_cpu_sample(struct qkv_error *err, struct qkv_device *dev,
     if (n_vocab < 1) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "sample: a vocabulary of %d", n_vocab);
     }
-    size_t n_rows = logits->n_bytes / sizeof(float) / (size_t)n_vocab;
+    size_t n_rows = qkv_count_rows(&qkv_cpu_sizes, logits, n_vocab);
     bool any_work = false;
     for (int32_t i = 0; i < n; i++) {
         QKV_TRY(qkv_check_sample_row(err, n_rows, n_vocab, &rows[i], i, out));

@@ -4,12 +4,8 @@
 
 #include "backend/contract.h"
 #include "cpu_device.h"
+#include "cpu_products.h"
 #include "ops.h"
-
-static size_t count_rows(const struct qkv_buffer *buffer, int32_t dim)
-{
-    return buffer->n_bytes / sizeof(float) / (size_t)dim;
-}
 
 enum qkv_status qkv_cpu_copy_rows(struct qkv_error *err, struct qkv_device *dev,
                                   struct qkv_buffer *dst, int32_t dst_first,
@@ -17,12 +13,7 @@ enum qkv_status qkv_cpu_copy_rows(struct qkv_error *err, struct qkv_device *dev,
                                   int32_t dim)
 {
     (void)dev;
-    if (dim < 1) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: rows of %d", dim);
-    }
-    size_t n_src = count_rows(src, dim);
-    size_t n_dst = count_rows(dst, dim);
-    QKV_TRY(qkv_check_copy_rows(err, n_dst, dst_first, n_src, dst == src, rows, n));
+    QKV_TRY(qkv_check_copy_rows(err, &qkv_cpu_sizes, dst, dst_first, src, rows, n, dim));
     size_t row_bytes = (size_t)dim * sizeof(float);
     for (int32_t i = 0; i < n; i++) {
         memcpy((uint8_t *)dst->data + ((size_t)dst_first + (size_t)i) * row_bytes,
@@ -94,7 +85,7 @@ enum qkv_status qkv_cpu_divergence(struct qkv_error *err, struct qkv_device *dev
     if (n_vocab < 1) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "divergence: a vocabulary of %d", n_vocab);
     }
-    size_t n_rows = count_rows(logits, n_vocab);
+    size_t n_rows = qkv_count_rows(&qkv_cpu_sizes, logits, n_vocab);
     for (int32_t i = 0; i < n; i++) {
         int32_t low = pairs[i].row_p < pairs[i].row_q ? pairs[i].row_p : pairs[i].row_q;
         int32_t high = pairs[i].row_p < pairs[i].row_q ? pairs[i].row_q : pairs[i].row_p;

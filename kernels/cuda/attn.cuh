@@ -12,7 +12,7 @@
 enum {
     QKV_CUDA_HEAD_MAX = 256, /* channels of a head */
     QKV_CUDA_HEAD_PAD = 16,
-    QKV_CUDA_ROWS = 16,   /* query rows of a tile: tokens times heads that share a KV head */
+    QKV_CUDA_ROWS = 16,   /* query rows of a tile: tokens times heads of a slice */
     QKV_CUDA_CHUNK = 256, /* keys after which maximum, sum and output are brought up to date: chunks
                              start at multiples of it, whatever a sequence was cut into */
     QKV_CUDA_TILE = 64    /* keys in shared memory at a time */
@@ -53,7 +53,7 @@ struct qkv_cuda_attn_params {
     float *out;                        /* [n_rows, n_heads * v_dim] */
     uint16_t *q;         /* scratch, bf16 [n_rows, n_heads, k_pad]: normed and rotated */
     float *q_scale;      /* scratch [n_rows, n_heads] */
-    float *parts;        /* scratch [n_parts, n_kv_heads, QKV_CUDA_ROWS, v_pad + 2]: of a chunk, o,
+    float *parts;        /* scratch [n_parts, n_slices, QKV_CUDA_ROWS, v_pad + 2]: of a chunk, o,
                               then its maximum and its sum */
     const float *q_norm; /* [k_dim] or NULL */
     const float *k_norm;
@@ -64,7 +64,8 @@ struct qkv_cuda_attn_params {
     int32_t layer;
     int32_t n_heads;
     int32_t n_kv_heads;
-    int32_t group; /* n_heads / n_kv_heads */
+    int32_t group;    /* heads of a slice: all that share a KV head, if they fit into a tile */
+    int32_t n_slices; /* n_heads / group */
     int32_t k_dim;
     int32_t v_dim;
     int32_t k_pad;

@@ -1,8 +1,8 @@
 /* Cutting a batch into units, and the kernels' instances. */
 #include "attn_paged.cuh"
 
-/* Chunks kept apart, in order, to the output: a block is a split unit and a KV head, a thread has
- * elements of the tile. Units with chunk > 0 are the same tile's others. */
+/* Chunks kept apart, in order, to the output: a block is a split unit and a slice of heads, a
+ * thread has elements of the tile. Units with chunk > 0 are the same tile's others. */
 __global__ void attn_combine(const struct qkv_cuda_attn_params p)
 {
     const struct qkv_cuda_unit &cut = p.units[blockIdx.x];
@@ -12,7 +12,8 @@ __global__ void attn_combine(const struct qkv_cuda_attn_params p)
     struct attn::unit u;
     u.seq = &p.batch.seqs[cut.seq];
     u.layer = &p.batch.lanes[u.seq->lane][p.layer];
-    u.head = (int32_t)blockIdx.y;
+    u.slice = (int32_t)blockIdx.y;
+    u.kv_head = u.slice / (p.n_slices / p.n_kv_heads);
     int32_t first_row = u.seq->first_row + cut.first_token;
     int32_t n_rows = cut.n_tokens * p.group;
     int32_t n_chunks = (u.seq->first_pos + cut.first_token + cut.n_tokens - 1) / QKV_CUDA_CHUNK + 1;
@@ -23,7 +24,7 @@ __global__ void attn_combine(const struct qkv_cuda_attn_params p)
         float sum = 0.0f;
         float total = 0.0f;
         for (int32_t c = 0; c < n_chunks; c++) {
-            const float *part = attn::part_of(p, cut.part + c, u.head);
+            const float *part = attn::part_of(p, cut.part + c, u.slice);
             const float *stats = part + QKV_CUDA_ROWS * p.v_pad;
             float part_max = stats[row];
             float part_sum = stats[QKV_CUDA_ROWS + row];
@@ -78,11 +79,6 @@ static enum qkv_status check_heads(struct qkv_error *err, const struct qkv_atten
                         "layer %d: %d heads, must be a multiple of the %d KV heads", args->layer,
                         args->n_heads, layer->n_kv_heads);
     }
-    if (args->n_heads / layer->n_kv_heads > QKV_CUDA_ROWS) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "layer %d: %d heads share a KV head, the CUDA backend takes up to %d",
-                        args->layer, args->n_heads / layer->n_kv_heads, QKV_CUDA_ROWS);
-    }
     if (args->rope != NULL && 2 * args->rope->n_pairs > layer->k.dim) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: rope turns %d channels, the head has %d",
                         args->layer, 2 * args->rope->n_pairs, layer->k.dim);
@@ -131,6 +127,17 @@ static enum qkv_status check_call(struct qkv_error *err, const struct qkv_batch 
 }
 
 /* ---- the plan of a batch ---- */
+
+/* Heads of a slice: the most that share a KV head, are as many in every slice, and fit into a tile.
+ */
+static int32_t slice_heads(int32_t n_shared)
+{
+    int32_t n = 1;
+    while (n_shared / n > QKV_CUDA_ROWS || n_shared % n != 0) {
+        n++;
+    }
+    return n_shared / n;
+}
 
 /* Tokens of a tile: a power of two, so that tiles begin at multiples of it. */
 static int32_t tile_tokens(int32_t group)
@@ -221,7 +228,8 @@ static struct qkv_cuda_attn_params describe(const struct qkv_device *dev,
     p.layer = args->layer;
     p.n_heads = args->n_heads;
     p.n_kv_heads = layer->n_kv_heads;
-    p.group = args->n_heads / layer->n_kv_heads;
+    p.group = slice_heads(args->n_heads / layer->n_kv_heads);
+    p.n_slices = args->n_heads / p.group;
     p.k_dim = layer->k.dim;
     p.v_dim = layer->v.dim;
     p.k_pad = layer->k.pad;
@@ -252,7 +260,7 @@ static enum qkv_status take_scratch(struct qkv_error *err, struct qkv_device *de
     p->q = (uint16_t *)memory;
     p->q_scale = (float *)(void *)((uint8_t *)memory + q_bytes);
     if (dev->plan.n_parts > 0) {
-        size_t n_floats = (size_t)dev->plan.n_parts * (size_t)p->n_kv_heads * QKV_CUDA_ROWS *
+        size_t n_floats = (size_t)dev->plan.n_parts * (size_t)p->n_slices * QKV_CUDA_ROWS *
                           ((size_t)p->v_pad + 2);
         QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_PARTS, n_floats * sizeof(float), &memory));
         p->parts = (float *)memory;
@@ -272,11 +280,11 @@ enum qkv_status qkv_cuda_attention(struct qkv_error *err, struct qkv_device *dev
     }
     const struct qkv_cuda_kv_layer *layer = NULL;
     QKV_TRY(check_call(err, batch, args, &layer));
-    QKV_TRY(make_plan(err, dev, args->n_heads / layer->n_kv_heads));
+    QKV_TRY(make_plan(err, dev, slice_heads(args->n_heads / layer->n_kv_heads)));
     struct qkv_cuda_attn_params p = describe(dev, args, layer);
     QKV_TRY(take_scratch(err, dev, &p));
     QKV_TRY(qkv_cuda_kv_store(err, dev, &p));
-    dim3 grid((unsigned)dev->plan.n_units, (unsigned)p.n_kv_heads);
+    dim3 grid((unsigned)dev->plan.n_units, (unsigned)p.n_slices);
     QKV_TRY(qkv_cuda_launch(err, dev, "attend", p.v_pad <= 128 ? attn::attend<4> : attn::attend<8>,
                             grid, dim3(attn::THREADS), attn::shared_bytes(p), p));
     if (dev->plan.n_parts == 0) {

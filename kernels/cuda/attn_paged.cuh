@@ -1,7 +1,8 @@
 /* Attention over pages, prefill and decode alike: GQA, windows, softcaps, every KV format.
  *
- * A block of 4 warps is one tile of up to 16 query rows (tokens times the heads that share a KV
- * head) of one sequence and one KV head. Keys are taken in chunks of 256 by absolute position:
+ * A block of 4 warps is one tile of up to 16 query rows of one sequence and one KV head: tokens
+ * times the heads that share it, or a slice of those where they are more than 16. Keys are taken in
+ * chunks of 256 by absolute position:
  *   1. scores of the chunk: K comes in tiles of 64 keys, decoded to bf16 in shared memory; warp w
  *      has groups of 8 keys w, w + 4, ... (mma m16n8k16)
  *   2. weights: a row's maximum, exponentials rounded to bf16, and the sum of the rounded ones
@@ -50,7 +51,8 @@ struct shared {
 struct unit {
     const struct qkv_cuda_seq *seq;
     const struct qkv_cuda_kv_layer *layer;
-    int32_t head; /* KV head */
+    int32_t slice; /* of heads: slice * group is the first */
+    int32_t kv_head;
     int32_t n_rows;
     int32_t first_pos;
     int32_t n_tokens;
@@ -111,7 +113,7 @@ static __device__ __forceinline__ const uint8_t *page_of(const struct qkv_cuda_a
                                                          int32_t key)
 {
     int64_t page = p.batch.pages[u.seq->first_page + key / QKV_PAGE_TOKENS];
-    return store.pages + (page * p.n_kv_heads + u.head) * store.page_bytes;
+    return store.pages + (page * p.n_kv_heads + u.kv_head) * store.page_bytes;
 }
 
 /* Keys [first, first + 64) of K, zeros where a key is not below `end`. */
@@ -187,7 +189,7 @@ static __device__ void load_queries(const struct qkv_cuda_attn_params &p, const 
         uint32_t word = 0;
         if (row < u.n_rows) {
             int64_t place = (int64_t)(first_row + row / p.group) * p.n_heads +
-                            (int64_t)u.head * p.group + row % p.group;
+                            (int64_t)u.slice * p.group + row % p.group;
             word = ((const uint32_t *)(const void *)(p.q + place * p.k_pad))[i % words];
         }
         s.q[row * s.q_stride + i % words] = word;
@@ -249,8 +251,8 @@ static __device__ void weigh(const struct qkv_cuda_attn_params &p, const struct 
         float scale = 0.0f;
         if (real) {
             int64_t place = (int64_t)(first_row + row / p.group) * p.n_heads +
-                            (int64_t)u.head * p.group + row % p.group;
-            scale = p.scale * u.layer->k.scale[u.head] * p.q_scale[place];
+                            (int64_t)u.slice * p.group + row % p.group;
+            scale = p.scale * u.layer->k.scale[u.kv_head] * p.q_scale[place];
         }
         float x[EACH];
         float max = -INFINITY;
@@ -428,11 +430,11 @@ run_chunk(const struct qkv_cuda_attn_params &p, const struct unit &u, const stru
     }
 }
 
-/* Where the chunk of a unit and a head is kept: o [16][v_pad], then maxima, then sums. */
+/* Where the chunk of a unit and a slice is kept: o [16][v_pad], then maxima, then sums. */
 static __device__ __forceinline__ float *part_of(const struct qkv_cuda_attn_params &p, int32_t part,
-                                                 int32_t head)
+                                                 int32_t slice)
 {
-    return p.parts + ((int64_t)part * p.n_kv_heads + head) * QKV_CUDA_ROWS * (p.v_pad + 2);
+    return p.parts + ((int64_t)part * p.n_slices + slice) * QKV_CUDA_ROWS * (p.v_pad + 2);
 }
 
 /* Visits the elements of o that this lane holds: body(i, j, row, channel). */
@@ -453,9 +455,9 @@ static __device__ __forceinline__ float *part_of(const struct qkv_cuda_attn_para
 
 template <int N>
 static __device__ void keep_part(const struct qkv_cuda_attn_params &p, const struct shared &s,
-                                 int32_t part, int32_t head, const float o[N][4])
+                                 int32_t part, int32_t slice, const float o[N][4])
 {
-    float *to = part_of(p, part, head);
+    float *to = part_of(p, part, slice);
     ATTN_FOR_OUTPUT(N, { to[row * p.v_pad + channel] = o[i][j]; })
     float *stats = to + QKV_CUDA_ROWS * p.v_pad;
     if (threadIdx.x < QKV_CUDA_ROWS) {
@@ -500,15 +502,15 @@ static __device__ __forceinline__ float out_factor(const struct qkv_cuda_attn_pa
                                                    float sum)
 {
     if (p.sinks != NULL) {
-        sum += expf(p.sinks[u.head * p.group + row % p.group] - max);
+        sum += expf(p.sinks[u.slice * p.group + row % p.group] - max);
     }
-    return u.layer->v.scale[u.head] / sum;
+    return u.layer->v.scale[u.kv_head] / sum;
 }
 
 static __device__ __forceinline__ float *
 out_of(const struct qkv_cuda_attn_params &p, const struct unit &u, int32_t first_row, int32_t row)
 {
-    return p.out + ((int64_t)(first_row + row / p.group) * p.n_heads + (int64_t)u.head * p.group +
+    return p.out + ((int64_t)(first_row + row / p.group) * p.n_heads + (int64_t)u.slice * p.group +
                     row % p.group) *
                        p.v_dim;
 }
@@ -526,7 +528,8 @@ __global__ void __launch_bounds__(THREADS, N > 4 ? 2 : 3)
     struct unit u;
     u.seq = &p.batch.seqs[cut.seq];
     u.layer = &p.batch.lanes[u.seq->lane][p.layer];
-    u.head = (int32_t)blockIdx.y;
+    u.slice = (int32_t)blockIdx.y;
+    u.kv_head = u.slice / (p.n_slices / p.n_kv_heads);
     u.n_tokens = cut.n_tokens;
     u.n_rows = cut.n_tokens * p.group;
     u.first_pos = u.seq->first_pos + cut.first_token;
@@ -550,7 +553,7 @@ __global__ void __launch_bounds__(THREADS, N > 4 ? 2 : 3)
             run_chunk<N>(p, u, s, chunk, first_row, begin, end, part);
         }
         __syncthreads();
-        keep_part<N>(p, s, cut.part + cut.chunk, u.head, part);
+        keep_part<N>(p, s, cut.part + cut.chunk, u.slice, part);
         return;
     }
     float total[N][4];

@@ -27,9 +27,9 @@
  *   batch. tests/test_cuda_emulated.py runs whole engines on it. `make cuda-gpu` is for a GPU.
  *
  * entry.cu is the table (a new function of backend.h goes there), device.cu memory, streams and
- * copies, batch.cu what a step brings; weight.cu, packed.cu, linear.cu, gemm_*.cu the products;
- * moe_plan.cu, moe.cu blocks of experts; kv_pool.cu, kv_store.cu, attn_paged.cu the cache and
- * attention; sample.cu, divergence.cu, rows.cu. */
+ * copies, batch.cu what a step brings; weight.cu, packed.cu, native.cu, linear.cu, gemm_*.cu the
+ * products; moe_plan.cu, moe.cu blocks of experts; kv_pool.cu, kv_store.cu, attn_paged.cu the cache
+ * and attention; sample.cu, divergence.cu, rows.cu. */
 #ifndef QKV_CUDA_COMMON_CUH
 #define QKV_CUDA_COMMON_CUH
 

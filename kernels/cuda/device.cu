@@ -198,6 +198,12 @@ static enum qkv_status open_stream(struct qkv_error *err, struct qkv_device *dev
                         about.name, about.major, about.minor);
     }
     (void)snprintf(dev->arch, sizeof dev->arch, "sm_%d%d", about.major, about.minor);
+    if (dev->native_fp8 && 10 * about.major + about.minor < 89) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "device cuda:%d: %s has no FP8 units, sm_89 is the least: "
+                        "fp8_gemm_backend \"decode\", or \"auto\"",
+                        dev->ordinal, dev->arch);
+    }
     dev->n_sms = about.multiProcessorCount;
     cudaStream_t stream;
     QKV_TRY(
@@ -425,6 +431,7 @@ enum qkv_status qkv_cuda_open(struct qkv_error *err, const struct qkv_device_opt
     struct qkv_device *dev = (struct qkv_device *)memory;
     dev->ordinal = options->ordinal;
     dev->activations = options->activations;
+    dev->native_fp8 = options->native_fp8;
     dev->n_threads = options->n_threads;
     if (options->log != NULL) {
         dev->log = *options->log;

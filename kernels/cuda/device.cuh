@@ -95,9 +95,9 @@ struct qkv_cuda_experts;  /* moe.cu */
 
 /* How attention cuts the current batch, once per shape of heads. */
 struct qkv_cuda_plan {
-    int32_t group; /* heads that share a KV head; 0: not made */
+    int32_t group; /* heads of a slice; 0: not made */
     int32_t n_units;
-    int32_t n_parts;                   /* chunks that are kept apart, of one KV head */
+    int32_t n_parts;                   /* chunks that are kept apart, of one slice */
     const struct qkv_cuda_unit *units; /* device [n_units] */
 };
 
@@ -106,6 +106,7 @@ struct qkv_device {
     char arch[32]; /* "sm_90", "emulated" */
     int32_t n_sms;
     enum qkv_activations activations;
+    bool native_fp8;
     struct qkv_log log;
     int32_t n_threads; /* of the host, for packing weights */
     void *stream;      /* cudaStream_t */

@@ -52,7 +52,7 @@ enum qkv_status qkv_cuda_divergence(struct qkv_error *err, struct qkv_device *de
     if (n_vocab < 1) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "divergence: a vocabulary of %d", n_vocab);
     }
-    size_t n_rows = logits->n_bytes / sizeof(float) / (size_t)n_vocab;
+    size_t n_rows = qkv_count_rows(&qkv_cuda_sizes, logits, n_vocab);
     for (int32_t i = 0; i < n; i++) {
         int32_t low = pairs[i].row_p < pairs[i].row_q ? pairs[i].row_p : pairs[i].row_q;
         int32_t high = pairs[i].row_p < pairs[i].row_q ? pairs[i].row_q : pairs[i].row_p;

@@ -30,9 +30,18 @@ static const size_t WORKSPACE_BYTES = 32u << 20;
 
 /* The algorithm of one shape of weights. */
 struct chosen {
+    enum qkv_cuda_kind kind;
     int32_t n_out;
     int32_t k;
     cublasLtMatmulAlgo_t algorithm;
+};
+
+/* Descriptors of one kind of products. */
+struct described {
+    cublasLtMatmulDesc_t product;
+    cublasLtMatrixLayout_t w; /* column-major, as the library has it: [k, n_out] */
+    cublasLtMatrixLayout_t x; /* [k, n_rows] */
+    cublasLtMatrixLayout_t y; /* [n_out, n_rows] */
 };
 
 struct qkv_cuda_blas {
@@ -40,10 +49,7 @@ struct qkv_cuda_blas {
 #define LT_FIELD(name) decltype(&name) name##_;
     LT_FUNCTIONS(LT_FIELD)
     cublasLtHandle_t handle;
-    cublasLtMatmulDesc_t product;
-    cublasLtMatrixLayout_t w; /* column-major, as the library has it: [k, n_out] */
-    cublasLtMatrixLayout_t x; /* [k, n_rows] */
-    cublasLtMatrixLayout_t y; /* [n_out, n_rows] */
+    struct described kinds[QKV_CUDA_KINDS];
     struct chosen shapes[MAX_SHAPES];
     int32_t n_shapes;
 };
@@ -91,23 +97,34 @@ static enum qkv_status find_functions(struct qkv_error *err, struct qkv_cuda_bla
     return QKV_OK;
 }
 
-static enum qkv_status make_descriptors(struct qkv_error *err, struct qkv_cuda_blas *blas)
+/* Of FP8 the library's fast accumulation stays off, as it is at first. */
+static enum qkv_status describe(struct qkv_error *err, struct qkv_cuda_blas *blas,
+                                enum qkv_cuda_kind kind, struct described *out)
 {
+    static const cudaDataType_t inputs[QKV_CUDA_KINDS] = {CUDA_R_16BF, CUDA_R_8F_E4M3, CUDA_R_8I};
+    cublasComputeType_t compute = kind == QKV_CUDA_INT8 ? CUBLAS_COMPUTE_32I : CUBLAS_COMPUTE_32F;
+    cudaDataType_t sums = kind == QKV_CUDA_INT8 ? CUDA_R_32I : CUDA_R_32F;
     cublasOperation_t transposed = CUBLAS_OP_T;
-    QKV_TRY(check(err, blas->cublasLtCreate_(&blas->handle), "create"));
+    QKV_TRY(
+        check(err, blas->cublasLtMatmulDescCreate_(&out->product, compute, sums), "a descriptor"));
     QKV_TRY(check(err,
-                  blas->cublasLtMatmulDescCreate_(&blas->product, CUBLAS_COMPUTE_32F, CUDA_R_32F),
-                  "a descriptor"));
-    QKV_TRY(check(err,
-                  blas->cublasLtMatmulDescSetAttribute_(blas->product, CUBLASLT_MATMUL_DESC_TRANSA,
+                  blas->cublasLtMatmulDescSetAttribute_(out->product, CUBLASLT_MATMUL_DESC_TRANSA,
                                                         &transposed, sizeof transposed),
                   "the transposition"));
-    QKV_TRY(check(err, blas->cublasLtMatrixLayoutCreate_(&blas->w, CUDA_R_16BF, 64, 64, 64),
+    QKV_TRY(check(err, blas->cublasLtMatrixLayoutCreate_(&out->w, inputs[kind], 64, 64, 64),
                   "a layout"));
-    QKV_TRY(check(err, blas->cublasLtMatrixLayoutCreate_(&blas->x, CUDA_R_16BF, 64, 64, 64),
+    QKV_TRY(check(err, blas->cublasLtMatrixLayoutCreate_(&out->x, inputs[kind], 64, 64, 64),
                   "a layout"));
-    return check(err, blas->cublasLtMatrixLayoutCreate_(&blas->y, CUDA_R_32F, 64, 64, 64),
-                 "a layout");
+    return check(err, blas->cublasLtMatrixLayoutCreate_(&out->y, sums, 64, 64, 64), "a layout");
+}
+
+static enum qkv_status make_descriptors(struct qkv_error *err, struct qkv_cuda_blas *blas)
+{
+    QKV_TRY(check(err, blas->cublasLtCreate_(&blas->handle), "create"));
+    for (int kind = 0; kind < QKV_CUDA_KINDS; kind++) {
+        QKV_TRY(describe(err, blas, (enum qkv_cuda_kind)kind, &blas->kinds[kind]));
+    }
+    return QKV_OK;
 }
 
 enum qkv_status qkv_cuda_blas_open(struct qkv_error *err, struct qkv_device *dev)
@@ -133,17 +150,16 @@ void qkv_cuda_blas_close(struct qkv_device *dev)
     if (blas == NULL) {
         return;
     }
-    if (blas->y != NULL) {
-        (void)blas->cublasLtMatrixLayoutDestroy_(blas->y);
-    }
-    if (blas->x != NULL) {
-        (void)blas->cublasLtMatrixLayoutDestroy_(blas->x);
-    }
-    if (blas->w != NULL) {
-        (void)blas->cublasLtMatrixLayoutDestroy_(blas->w);
-    }
-    if (blas->product != NULL) {
-        (void)blas->cublasLtMatmulDescDestroy_(blas->product);
+    for (int kind = 0; kind < QKV_CUDA_KINDS; kind++) {
+        const struct described *d = &blas->kinds[kind];
+        for (cublasLtMatrixLayout_t layout : {d->y, d->x, d->w}) {
+            if (layout != NULL) {
+                (void)blas->cublasLtMatrixLayoutDestroy_(layout);
+            }
+        }
+        if (d->product != NULL) {
+            (void)blas->cublasLtMatmulDescDestroy_(d->product);
+        }
     }
     if (blas->handle != NULL) {
         (void)blas->cublasLtDestroy_(blas->handle);
@@ -177,9 +193,10 @@ static enum qkv_status set_size(struct qkv_error *err, struct qkv_cuda_blas *bla
 static enum qkv_status set_sizes(struct qkv_error *err, struct qkv_cuda_blas *blas,
                                  const struct qkv_cuda_gemm *gemm, int32_t n_rows)
 {
-    QKV_TRY(set_size(err, blas, blas->w, gemm->k, gemm->n_out, gemm->k));
-    QKV_TRY(set_size(err, blas, blas->x, gemm->k, n_rows, gemm->k));
-    return set_size(err, blas, blas->y, gemm->n_out, n_rows, gemm->y_stride);
+    const struct described *d = &blas->kinds[gemm->kind];
+    QKV_TRY(set_size(err, blas, d->w, gemm->k, gemm->n_out, gemm->k));
+    QKV_TRY(set_size(err, blas, d->x, gemm->k, n_rows, gemm->k));
+    return set_size(err, blas, d->y, gemm->n_out, n_rows, gemm->y_stride);
 }
 
 static enum qkv_status ask(struct qkv_error *err, struct qkv_cuda_blas *blas,
@@ -201,11 +218,11 @@ static enum qkv_status ask(struct qkv_error *err, struct qkv_cuda_blas *blas,
                   preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &schemes, sizeof schemes),
               "the reduction scheme"));
     QKV_TRY(set_sizes(err, blas, gemm, CHOSEN_FOR_ROWS));
-    QKV_TRY(
-        check(err,
-              blas->cublasLtMatmulAlgoGetHeuristic_(blas->handle, blas->product, blas->w, blas->x,
-                                                    blas->y, blas->y, preference, 1, &best, &n),
-              "the choice of an algorithm"));
+    const struct described *d = &blas->kinds[gemm->kind];
+    QKV_TRY(check(err,
+                  blas->cublasLtMatmulAlgoGetHeuristic_(blas->handle, d->product, d->w, d->x, d->y,
+                                                        d->y, preference, 1, &best, &n),
+                  "the choice of an algorithm"));
     if (n < 1) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED, "cuBLASLt: no algorithm for %d x %d", gemm->n_out,
                         gemm->k);
@@ -218,8 +235,9 @@ static enum qkv_status choose(struct qkv_error *err, struct qkv_cuda_blas *blas,
                               const struct qkv_cuda_gemm *gemm, const cublasLtMatmulAlgo_t **out)
 {
     for (int32_t i = 0; i < blas->n_shapes; i++) {
-        if (blas->shapes[i].n_out == gemm->n_out && blas->shapes[i].k == gemm->k) {
-            *out = &blas->shapes[i].algorithm;
+        const struct chosen *known = &blas->shapes[i];
+        if (known->kind == gemm->kind && known->n_out == gemm->n_out && known->k == gemm->k) {
+            *out = &known->algorithm;
             return QKV_OK;
         }
     }
@@ -233,6 +251,7 @@ static enum qkv_status choose(struct qkv_error *err, struct qkv_cuda_blas *blas,
     enum qkv_status status = ask(err, blas, gemm, preference, &fresh->algorithm);
     (void)blas->cublasLtMatmulPreferenceDestroy_(preference);
     QKV_TRY(status);
+    fresh->kind = gemm->kind;
     fresh->n_out = gemm->n_out;
     fresh->k = gemm->k;
     blas->n_shapes++;
@@ -240,19 +259,28 @@ static enum qkv_status choose(struct qkv_error *err, struct qkv_cuda_blas *blas,
     return QKV_OK;
 }
 
-enum qkv_status qkv_cuda_gemm_bf16(struct qkv_error *err, struct qkv_device *dev,
-                                   const struct qkv_cuda_gemm *gemm)
+enum qkv_status qkv_cuda_gemm_run(struct qkv_error *err, struct qkv_device *dev,
+                                  const struct qkv_cuda_gemm *gemm)
 {
     struct qkv_cuda_blas *blas = dev->blas;
     const cublasLtMatmulAlgo_t *algorithm = NULL;
     QKV_TRY(choose(err, blas, gemm, &algorithm));
     QKV_TRY(set_sizes(err, blas, gemm, gemm->n_rows));
-    float one = 1.0f;
-    float beta = gemm->add ? 1.0f : 0.0f;
+    const struct described *d = &blas->kinds[gemm->kind];
+    const float floats[2] = {1.0f, gemm->add ? 1.0f : 0.0f};
+    const int32_t whole[2] = {1, gemm->add};
+    const void *factors = gemm->kind == QKV_CUDA_INT8 ? (const void *)whole : floats;
     return check(err,
-                 blas->cublasLtMatmul_(blas->handle, blas->product, &one, gemm->w, blas->w, gemm->x,
-                                       blas->x, &beta, gemm->y, blas->y, gemm->y, blas->y,
-                                       algorithm, dev->scratch[QKV_CUDA_BLAS].data, WORKSPACE_BYTES,
+                 blas->cublasLtMatmul_(blas->handle, d->product, factors, gemm->w, d->w, gemm->x,
+                                       d->x, (const uint8_t *)factors + sizeof(float), gemm->y,
+                                       d->y, gemm->y, d->y, algorithm,
+                                       dev->scratch[QKV_CUDA_BLAS].data, WORKSPACE_BYTES,
                                        (cudaStream_t)dev->stream),
                  "a product");
+}
+
+bool qkv_cuda_gemm_has(struct qkv_device *dev, const struct qkv_cuda_gemm *shape)
+{
+    const cublasLtMatmulAlgo_t *algorithm = NULL;
+    return choose(NULL, dev->blas, shape, &algorithm) == QKV_OK;
 }

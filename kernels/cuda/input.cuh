@@ -7,7 +7,7 @@
 #ifndef QKV_CUDA_INPUT_CUH
 #define QKV_CUDA_INPUT_CUH
 
-#include "common.cuh"
+#include "blas.cuh"
 
 namespace input
 {
@@ -147,7 +147,7 @@ struct made {
     const float *norm;      /* [k], for RMSNORM */
     const float *k_scale;   /* [k] or NULL */
     const int32_t *k_order; /* [k] or NULL: element i of the result is this one */
-    uint16_t *out;          /* bf16 [n_rows, out_stride] */
+    void *out;              /* [n_rows, out_stride] of `kind` */
     float *values;          /* scratch [n_rows, out_stride], where rows are quantized; or NULL */
     float *x_scale;         /* [n_rows] out: what a quantized row lacks; or NULL */
     struct qkv_input quant;
@@ -157,6 +157,7 @@ struct made {
     float eps;
     int32_t prologue; /* enum qkv_prologue */
     int32_t act;      /* enum qkv_act */
+    int32_t kind;     /* enum qkv_cuda_kind */
 };
 
 /* silu(a) = a / (1 + e^-a). gelu_tanh(a) = a / (1 + e^-2u) with u = sqrt(2 / pi) (a + 0.044715
@@ -188,11 +189,23 @@ static __device__ __forceinline__ float prologue(const struct made &p, const flo
     return p.k_scale != NULL ? value * p.k_scale[k] : value;
 }
 
+/* One element of the result; of E4M3 and INT8 the value is a code's. A row with a NaN has a NaN for
+ * its scale. */
+static __device__ __forceinline__ void put(const struct made &p, int64_t at, float value)
+{
+    if (p.kind == QKV_CUDA_BF16) {
+        ((uint16_t *)p.out)[at] = qkv_bf16_from_f32(value);
+    } else if (p.kind == QKV_CUDA_E4M3) {
+        ((uint8_t *)p.out)[at] = qkv_e4m3_from_f32(value);
+    } else {
+        ((int8_t *)p.out)[at] = (int8_t)(value == value ? value : 0.0f);
+    }
+}
+
 /* Row `row` of the result from x, by a block. `cells`: shared, [32]. */
 static __device__ inline void make_row(const struct made &p, const float *x, int64_t row,
                                        float *cells)
 {
-    uint16_t *out = p.out + row * p.out_stride;
     float r = 1.0f;
     if (p.prologue == QKV_PROLOGUE_RMSNORM) {
         float sum = 0.0f;
@@ -219,7 +232,7 @@ static __device__ inline void make_row(const struct made &p, const float *x, int
             int32_t k = p.k_order != NULL ? p.k_order[i] : i;
             value = quantized ? values[k] : prologue(p, x, r, k);
         }
-        out[i] = qkv_bf16_from_f32(value);
+        put(p, row * p.out_stride + i, value);
     }
 }
 

@@ -25,14 +25,17 @@ __global__ void __launch_bounds__(THREADS) linear_input(const struct input_param
 /* ---- the epilogue ---- */
 
 struct epilogue_params {
-    const float *sums;    /* [n_rows, n_out] */
-    const float *x_scale; /* [n_rows] or NULL */
-    const float *bias;    /* [n_out] or NULL */
-    float *y;             /* [n_rows, y_stride] */
+    const void *sums;       /* [n_rows, sums_stride], int32 if they are whole */
+    const float *x_scale;   /* [n_rows] or NULL */
+    const float *row_scale; /* [n_out] or NULL */
+    const float *bias;      /* [n_out] or NULL */
+    float *y;               /* [n_rows, y_stride] */
+    int64_t sums_stride;
     int64_t y_stride;
     int32_t n_out;
     float softcap; /* 0: none */
     int32_t add;
+    int32_t whole;
 };
 
 /* A thread is a column, blockIdx.y a row. */
@@ -41,8 +44,10 @@ __global__ void __launch_bounds__(THREADS) linear_epilogue(const struct epilogue
     int32_t n = (int32_t)(blockIdx.x * THREADS + threadIdx.x);
     int64_t row = blockIdx.y;
     if (n < p.n_out) {
-        float value = p.sums[row * p.n_out + n];
+        int64_t at = row * p.sums_stride + n;
+        float value = p.whole ? (float)((const int32_t *)p.sums)[at] : ((const float *)p.sums)[at];
         value = p.x_scale != NULL ? value * p.x_scale[row] : value;
+        value = p.row_scale != NULL ? value * p.row_scale[n] : value;
         value = p.bias != NULL ? value + p.bias[n] : value;
         value = p.softcap != 0.0f ? p.softcap * tanhf(value / p.softcap) : value;
         float *y = &p.y[row * p.y_stride + n];
@@ -61,9 +66,9 @@ static enum qkv_status check_linear(struct qkv_error *err, const struct qkv_line
     return qkv_check_linear(err, &qkv_cuda_sizes, args);
 }
 
-/* Rows of bf16, and what they lack: NULL where that is 1. */
+/* Rows, and what they lack: NULL where that is 1. */
 struct made_input {
-    const uint16_t *x;
+    const void *x;
     const float *x_scale;
 };
 
@@ -84,7 +89,8 @@ static enum qkv_status make_input(struct qkv_error *err, struct qkv_device *dev,
     p.made.norm = args->prologue == QKV_PROLOGUE_RMSNORM ? (const float *)args->norm->data : NULL;
     p.made.k_scale = w->k_scale;
     p.made.k_order = w->k_order;
-    p.made.out = (uint16_t *)memory;
+    p.made.out = memory;
+    p.made.kind = w->kind;
     p.made.quant = w->input;
     p.made.out_stride = w->k_pad;
     p.made.k = w->k_in;
@@ -110,31 +116,42 @@ static enum qkv_status multiply(struct qkv_error *err, struct qkv_device *dev,
     bool add = args->epilogue == QKV_EPILOGUE_ADD;
     const float *bias = args->bias[index] != NULL ? (const float *)args->bias[index]->data : NULL;
     if (w->codes != NULL) {
-        struct qkv_cuda_packed_call call = {in->x,    in->x_scale,  bias,          y,
-                                            y_stride, args->n_rows, args->softcap, add};
+        struct qkv_cuda_packed_call call = {
+            (const uint16_t *)in->x, in->x_scale, bias, y, y_stride, args->n_rows,
+            args->softcap,           add};
         return qkv_cuda_packed_gemm(err, dev, w, &call);
     }
-    bool direct = bias == NULL && args->softcap == 0.0f && in->x_scale == NULL;
-    struct qkv_cuda_gemm gemm = {in->x,    w->high,  y,        args->n_rows,
-                                 w->n_out, w->k_pad, y_stride, direct && add};
+    bool native = w->rows != NULL;
+    bool direct = !native && bias == NULL && args->softcap == 0.0f && in->x_scale == NULL;
+    struct qkv_cuda_gemm gemm = {};
+    gemm.kind = w->kind;
+    gemm.x = in->x;
+    gemm.w = native ? (const void *)w->rows : w->high;
+    gemm.y = y;
+    gemm.n_rows = args->n_rows;
+    gemm.n_out = native ? w->n_pad : w->n_out;
+    gemm.k = w->k_pad;
+    gemm.y_stride = y_stride;
+    gemm.add = direct && add;
     if (!direct) {
-        void *memory = NULL;
-        size_t n_bytes = (size_t)args->n_rows * (size_t)w->n_out * sizeof(float);
-        QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_SUMS, n_bytes, &memory));
-        gemm.y = (float *)memory;
-        gemm.y_stride = w->n_out;
+        size_t n_bytes = (size_t)args->n_rows * (size_t)gemm.n_out * sizeof(float);
+        QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_SUMS, n_bytes, &gemm.y));
+        gemm.y_stride = gemm.n_out;
     }
-    QKV_TRY(qkv_cuda_gemm_bf16(err, dev, &gemm));
+    QKV_TRY(qkv_cuda_gemm_run(err, dev, &gemm));
     if (w->low != NULL) {
         gemm.w = w->low;
         gemm.add = true;
-        QKV_TRY(qkv_cuda_gemm_bf16(err, dev, &gemm));
+        QKV_TRY(qkv_cuda_gemm_run(err, dev, &gemm));
     }
     if (direct) {
         return QKV_OK;
     }
     struct epilogue_params p = {};
     p.sums = gemm.y;
+    p.sums_stride = gemm.y_stride;
+    p.whole = gemm.kind == QKV_CUDA_INT8;
+    p.row_scale = w->row_scale;
     p.x_scale = in->x_scale;
     p.bias = bias;
     p.y = y;

@@ -181,8 +181,8 @@ __global__ void __launch_bounds__(packed::THREADS) moe_input(const struct input_
     input::make_row(made, x, place, cells);
     if (part.gemm.min != NULL) {
         __syncthreads();
-        packed::sum_groups(made.out + place * made.out_stride, p.sums + place * p.sums_stride,
-                           part.gemm.group, part.gemm.n_groups);
+        packed::sum_groups((const uint16_t *)made.out + place * made.out_stride,
+                           p.sums + place * p.sums_stride, part.gemm.group, part.gemm.n_groups);
     }
 }
 
@@ -273,12 +273,12 @@ static enum qkv_status make_inputs(struct qkv_error *err, struct qkv_device *dev
         p->sums = (float *)memory;
     }
     QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_X, n_values * sizeof(uint16_t), &memory));
-    p->made.out = (uint16_t *)memory;
+    p->made.out = memory;
     p->made.out_stride = experts->k_pad[which];
     p->sums_stride = experts->n_sums[which];
     p->parts = experts->parts;
     p->expert_of = plan->expert_of;
-    out->x = p->made.out;
+    out->x = (const uint16_t *)memory;
     out->x_sums = p->sums;
     out->x_scale = p->made.x_scale;
     out->x_stride = p->made.out_stride;

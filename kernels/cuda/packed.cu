@@ -191,8 +191,8 @@ static enum qkv_status make_table(struct qkv_error *err, struct qkv_device *dev,
     return qkv_cuda_to_device(err, dev, w->table, table, sizeof table);
 }
 
-static enum qkv_status take_row_scale(struct qkv_error *err, struct qkv_device *dev,
-                                      const struct qkv_matrix *desc, struct qkv_weight *w)
+enum qkv_status qkv_cuda_take_row_scale(struct qkv_error *err, struct qkv_device *dev,
+                                        const struct qkv_matrix *desc, struct qkv_weight *w)
 {
     if (!w->form.row_scale) {
         return QKV_OK;
@@ -244,7 +244,7 @@ enum qkv_status qkv_cuda_packed_create(struct qkv_error *err, struct qkv_device 
     w->n_units = w->k_pad / packed::UNIT;
     w->tile_bytes = (size_t)w->n_units * QKV_WARP * (w->nibbles ? 8 : 16);
     QKV_TRY(make_table(err, dev, w));
-    QKV_TRY(take_row_scale(err, dev, desc, w));
+    QKV_TRY(qkv_cuda_take_row_scale(err, dev, desc, w));
     QKV_TRY(take_k_order(err, dev, desc, w));
     void *memory = NULL;
     QKV_TRY(take(err, w, n_tiles * w->tile_bytes, &memory));
@@ -304,7 +304,9 @@ __global__ void __launch_bounds__(packed::THREADS) embed_packed(const struct emb
         int64_t at =
             (unit * QKV_WARP + lane) * 16 + k % packed::UNIT / 16 * 4 + in_step / 8 * 2 + k % 2;
         float value;
-        if (packed::is_nibbles(p.code)) {
+        if (p.in_rows) {
+            value = packed::byte_value(p.code, p.codes[(int64_t)token * p.k_pad + k]);
+        } else if (packed::is_nibbles(p.code)) {
             value = qkv_f32_from_bits(p.table[16 + (p.codes[at / 2] >> (at % 2 * 4) & 15u)]);
         } else {
             value = packed::byte_value(p.code, p.codes[at]);
@@ -329,8 +331,11 @@ __global__ void __launch_bounds__(packed::THREADS) embed_packed(const struct emb
 struct packed::params qkv_cuda_packed_params(const struct qkv_weight *w)
 {
     struct packed::params p = {};
-    bool in_codes = w->codes != NULL;
-    p.codes = in_codes ? w->codes : (const uint8_t *)(const void *)w->high;
+    bool in_codes = w->codes != NULL || w->rows != NULL;
+    p.codes = w->codes != NULL  ? w->codes
+              : w->rows != NULL ? w->rows
+                                : (const uint8_t *)(const void *)w->high;
+    p.in_rows = w->rows != NULL;
     p.low = w->low;
     p.scale = w->scale;
     p.min = w->min;

@@ -25,7 +25,8 @@ static_assert(QKV_CUDA_K_PAD % UNIT == 0, "rows of x are whole units");
 struct params {
     const uint16_t *x;      /* bf16 [n_rows, x_stride] */
     const float *x_sums;    /* [n_rows, sums_stride] or NULL */
-    const uint8_t *codes;   /* see above; of values: bf16 [n_out, k_pad] */
+    const uint8_t *codes;   /* see above; of values: bf16 [n_out, k_pad]; if in_rows: the same of
+                               bytes */
     const uint16_t *low;    /* second terms of values, or NULL */
     const void *scale;      /* NULL: 1, and one group */
     const void *min;        /* or NULL; zero points if min_is_zero */
@@ -50,6 +51,7 @@ struct params {
     int32_t scale_kind; /* enum qkv_scale: F32, F16, BF16 */
     int32_t min_kind;
     int32_t min_is_zero;
+    int32_t in_rows;
     int32_t two_terms; /* values, the table's or the weight's own, are two bf16 terms */
     float softcap;     /* 0: none */
     int32_t add;
@@ -95,6 +97,25 @@ static __device__ __forceinline__ void load_values(const struct params &p, const
     }
 }
 
+/* The same of rows of bytes. */
+static __device__ __forceinline__ void load_bytes(const struct params &p, int32_t tile,
+                                                  int32_t unit, uint32_t b[STEPS][2],
+                                                  uint32_t low[STEPS][2])
+{
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+    int32_t column = tile * COLUMNS + lane / 4;
+    const uint16_t *pairs = (const uint16_t *)(const void *)p.codes +
+                            ((int64_t)column * p.k_pad + unit * UNIT) / 2 + lane % 4;
+    bool is_there = column < p.n_out;
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; i++) {
+        uint32_t pair = is_there ? pairs[4 * i] : 0;
+        b[i / 2][i % 2] =
+            qkv_pack_exact(byte_value(p.code, pair & 0xffu), byte_value(p.code, pair >> 8));
+        low[i / 2][i % 2] = 0;
+    }
+}
+
 /* A lane's codes of one unit as B fragments of its 4 steps; `low`: second terms. */
 static __device__ __forceinline__ void decode_unit(const struct params &p, const uint32_t *table,
                                                    int32_t tile, int32_t unit, uint32_t b[STEPS][2],
@@ -105,6 +126,10 @@ static __device__ __forceinline__ void decode_unit(const struct params &p, const
         if (p.two_terms) {
             load_values(p, p.low, tile, unit, low);
         }
+        return;
+    }
+    if (p.in_rows) {
+        load_bytes(p, tile, unit, b, low);
         return;
     }
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;

@@ -31,7 +31,7 @@ enum qkv_status qkv_cuda_embed(struct qkv_error *err, struct qkv_device *dev,
 {
     const struct qkv_batch *batch = dev->batch;
     QKV_TRY(qkv_check_embed(err, &qkv_cuda_sizes, batch, table, x));
-    if (table->codes != NULL) {
+    if (table->high == NULL) {
         return qkv_cuda_packed_embed(err, dev, table, dev->on_device.tokens, batch->n_rows, scale,
                                      (float *)x->data);
     }
@@ -102,12 +102,7 @@ enum qkv_status qkv_cuda_copy_rows(struct qkv_error *err, struct qkv_device *dev
                                    const struct qkv_buffer *src, const int32_t *rows, int32_t n,
                                    int32_t dim)
 {
-    if (dim < 1) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "copy_rows: rows of %d", dim);
-    }
-    size_t n_src = src->n_bytes / sizeof(float) / (size_t)dim;
-    size_t n_dst = dst->n_bytes / sizeof(float) / (size_t)dim;
-    QKV_TRY(qkv_check_copy_rows(err, n_dst, dst_first, n_src, dst == src, rows, n));
+    QKV_TRY(qkv_check_copy_rows(err, &qkv_cuda_sizes, dst, dst_first, src, rows, n, dim));
     if (n == 0) {
         return QKV_OK;
     }

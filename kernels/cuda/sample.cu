@@ -150,7 +150,7 @@ enum qkv_status qkv_cuda_sample(struct qkv_error *err, struct qkv_device *dev,
         return qkv_fail(err, QKV_ERR_ARGUMENT, "sample: a vocabulary of %d, 1 to %d", n_vocab,
                         1 << 19);
     }
-    size_t n_rows = logits->n_bytes / sizeof(float) / (size_t)n_vocab;
+    size_t n_rows = qkv_count_rows(&qkv_cuda_sizes, logits, n_vocab);
     bool any_top = false;
     for (int32_t i = 0; i < n; i++) {
         QKV_TRY(qkv_check_sample_row(err, n_rows, n_vocab, &rows[i], i, out));

@@ -29,7 +29,7 @@ bool qkv_cuda_same_input(const struct qkv_weight *a, const struct qkv_weight *b)
 {
     size_t n_bytes = (size_t)a->k_in * sizeof(float);
     return same_bytes(a->host_k_scale, b->host_k_scale, n_bytes) &&
-           same_bytes(a->host_k_order, b->host_k_order, n_bytes) &&
+           same_bytes(a->host_k_order, b->host_k_order, n_bytes) && a->kind == b->kind &&
            a->input.quant == b->input.quant && a->input.group == b->input.group &&
            a->input.power_of_two == b->input.power_of_two && a->input.steps == b->input.steps &&
            a->input.scale == b->input.scale;
@@ -190,7 +190,9 @@ enum qkv_status qkv_cuda_weight_create(struct qkv_error *err, struct qkv_device 
     if (dev->activations == QKV_ACTIVATIONS_CHECKPOINT) {
         w->input = desc->input;
     }
-    if (status == QKV_OK && qkv_cuda_is_packed(&w->form)) {
+    if (status == QKV_OK && qkv_cuda_native_kind(dev, desc, w, &w->kind)) {
+        status = qkv_cuda_native_create(err, dev, desc, w);
+    } else if (status == QKV_OK && qkv_cuda_is_packed(&w->form)) {
         status = qkv_cuda_packed_create(err, dev, desc, w);
     } else if (status == QKV_OK) {
         status = decode(err, dev, desc, w);
@@ -213,6 +215,7 @@ void qkv_cuda_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight)
     qkv_cuda_free(weight->low);
     qkv_cuda_free(weight->k_scale);
     qkv_cuda_free(weight->k_order);
+    qkv_cuda_free(weight->rows);
     qkv_cuda_free(weight->codes);
     qkv_cuda_free(weight->scale);
     qkv_cuda_free(weight->min);

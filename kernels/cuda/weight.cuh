@@ -1,5 +1,6 @@
 /* A weight on the device: codes with their scales, multiplied by our own kernel (packed.cuh), or
- * values as one or two bf16 terms, multiplied by cuBLASLt. */
+ * values as one or two bf16 terms, or rows of codes that a GPU multiplies as they are (native.cu),
+ * both multiplied by cuBLASLt. */
 #ifndef QKV_CUDA_WEIGHT_CUH
 #define QKV_CUDA_WEIGHT_CUH
 
@@ -19,6 +20,10 @@ struct qkv_weight {
     /* Values. */
     uint16_t *high; /* device bf16 [n_out, k_pad]; w = high + low */
     uint16_t *low;  /* the same; NULL where every value is exact in bf16 */
+    /* Codes as they are. */
+    uint8_t *rows; /* device [n_pad, k_pad]; NULL: not of this kind */
+    int32_t n_pad;
+    enum qkv_cuda_kind kind; /* in what the input comes */
     /* Codes, all on the device; their layout: packed.cuh. */
     uint8_t *codes;            /* NULL: values */
     void *scale;               /* NULL: no groups */
@@ -45,6 +50,15 @@ struct qkv_cuda_packed_call {
     float softcap; /* 0: none */
     bool add;
 };
+
+/* Whether the device multiplies it as it is; in what kind. */
+bool qkv_cuda_native_kind(struct qkv_device *dev, const struct qkv_matrix *desc,
+                          const struct qkv_weight *w, enum qkv_cuda_kind *out);
+enum qkv_status qkv_cuda_native_create(struct qkv_error *err, struct qkv_device *dev,
+                                       const struct qkv_matrix *desc, struct qkv_weight *w);
+/* packed.cu: the form's scales by row, if it has them. */
+enum qkv_status qkv_cuda_take_row_scale(struct qkv_error *err, struct qkv_device *dev,
+                                        const struct qkv_matrix *desc, struct qkv_weight *w);
 
 /* Whether two weights want the same of their input. */
 bool qkv_cuda_same_input(const struct qkv_weight *a, const struct qkv_weight *b);

@@ -198,6 +198,7 @@ class Engine:
         progress: Callable[[int, int], bool | None] | None = None,
         log: Callable[[int, str], object] | None = None,  # level 0..2, line
         device_library: str | os.PathLike[str] | None = None,
+        native_fp8: bool = False,  # FP8 by FP8 as they are, where a GPU can
     ) -> Self: ...
     @property
     def info(self) -> dict[str, Any]:

@@ -108,6 +108,7 @@ class Engine:
         options.check_pool_size(device, kv_tokens)
         options.one_of("schedule", schedule, ("offline", "fcfs"))
         options.check_arithmetic(
+            device=device,
             fp8_gemm_backend=fp8_gemm_backend,
             fp4_gemm_backend=fp4_gemm_backend,
             activation_quant=activation_quant,
@@ -207,6 +208,7 @@ class Engine:
                 compute_dtype="float32" if compute_dtype == "float32" else "bf16",
                 device=device,
                 device_library=library,
+                native_fp8=fp8_gemm_backend == "cublaslt",
                 max_running=self._max_running,
                 chunk_tokens=chunk_tokens,
                 max_model_len=max_model_len or 0,
@@ -221,11 +223,12 @@ class Engine:
         asked = {"fp8_gemm_backend": fp8_gemm_backend, "fp4_gemm_backend": fp4_gemm_backend}
         dequantized = compute_dtype == "float32"
         counts = self._core.info
-        self._facts = _facts(self._weights, counts, asked, dequantized)
+        isa = counts["isa"]
+        self._facts = _facts(self._weights, counts, asked, dequantized, isa)
         self._prefill_facts = (
             None
             if self._prefill is None
-            else _facts(self._prefill, counts["prefill"], asked, dequantized)
+            else _facts(self._prefill, counts["prefill"], asked, dequantized, isa)
         )
 
     # What is loaded.
@@ -606,7 +609,11 @@ def _conversations(given: Any) -> Iterable[Any]:
 
 
 def _facts(
-    weights: WeightSet, counts: Mapping[str, Any], asked: Mapping[str, str], dequantized: bool
+    weights: WeightSet,
+    counts: Mapping[str, Any],
+    asked: Mapping[str, str],
+    dequantized: bool,
+    isa: str,
 ) -> dict[str, Any]:
     """Of a set of weights, for Engine.info. counts: the core's."""
     loaded = gemm_backends.Weights(
@@ -620,7 +627,10 @@ def _facts(
         "model": weights.path,
         "quantization": weights.summary,
         "online_quantization": weights.detected.online,
-        **{option: gemm_backends.chosen(option, name, loaded) for option, name in asked.items()},
+        **{
+            option: gemm_backends.chosen(option, name, loaded, isa)
+            for option, name in asked.items()
+        },
         **{name: counts[name] for name in _COUNTS},
     }
 

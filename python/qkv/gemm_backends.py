@@ -11,12 +11,54 @@ BACKENDS: Mapping[str, Mapping[str, str]] = {
     "fp8_gemm_backend": {
         "decode": "e4m3 codes become bf16 in registers, sums are in fp32, scales are applied to "
         "partial sums; inputs are quantized as the checkpoint prescribes",
+        "cublaslt": "on GPUs from sm_89 on: where weights and inputs are both in e4m3 with a scale "
+        "by tensor or row, cuBLASLt multiplies the codes, scales come after; other weights decode",
     },
     "fp4_gemm_backend": {
         "decode": "4-bit codes become bf16 in registers by a table of 16, sums are in fp32, scales "
         "are applied to partial sums; inputs are quantized as the checkpoint prescribes",
     },
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """GPUs that compute alike, and why "auto" takes what it takes there."""
+
+    archs: Sequence[str]  # as Engine.info["isa"] has them
+    cards: str
+    auto: Mapping[str, tuple[str, str]]  # by option: the name that is taken, and why
+
+
+def _generation(archs: str, cards: str, fp8: str, fp4: str) -> Generation:
+    if archs != "sm_80 sm_86 sm_87":
+        fp8 += '; "cublaslt" asks for them'
+    auto = {"fp8_gemm_backend": ("decode", fp8), "fp4_gemm_backend": ("decode", fp4)}
+    return Generation(archs=archs.split(), cards=cards, auto=auto)
+
+
+_NO_FP4 = "its tensor cores have no FP4: codes quarter what is read, bf16 is what is multiplied"
+_UNMEASURED = "its FP8 units were not measured; in bf16 products of codes are exact"
+_NO_BLOCKS = "a kernel for its block-scaled FP4 units is not in this build"
+
+#: For `qkv info`, and the reasons in Engine.info.
+GENERATIONS: Sequence[Generation] = (
+    _generation(
+        "sm_80 sm_86 sm_87",
+        "A100, A10, RTX 30",
+        "its tensor cores have no FP8: codes halve what is read, bf16 is what is multiplied",
+        _NO_FP4,
+    ),
+    _generation("sm_89", "L4, L40, RTX 40", _UNMEASURED, _NO_FP4),
+    _generation(
+        "sm_90",
+        "H100, H200",
+        "its FP8 units add up with fewer bits than fp32 has; in bf16 products of codes are exact",
+        _NO_FP4,
+    ),
+    _generation("sm_100 sm_103 sm_110", "B200, B300", _UNMEASURED, _NO_BLOCKS),
+    _generation("sm_120 sm_121", "RTX 50, GB10", _UNMEASURED, _NO_BLOCKS),
+)
 
 #: SGLang's names of kernels that are not here.
 ELSEWHERE: Mapping[str, Sequence[str]] = {
@@ -63,30 +105,52 @@ _KINDS = {
 }
 
 
-def check(option: str, value: Any) -> None:
-    """UnsupportedError for a kernel of a GPU, ValueError for what is none at all."""
+def check(option: str, value: Any, device: str) -> None:
+    """UnsupportedError for a kernel of another engine or device, ValueError for what is none at
+    all. Which GPU it is the engine knows when it is open."""
     here = ("auto", *BACKENDS[option])
+    if value == "cublaslt" and value in here and not device.startswith("cuda"):
+        raise _core.UnsupportedError(
+            f"{option}={value!r}: of GPUs, with device={device!r} there is decode: pass that, or "
+            "'auto'"
+        )
     if value in here:
         return
     if value in ELSEWHERE[option]:
         raise _core.UnsupportedError(
-            f"{option}={value!r}: those kernels are for GPUs and not in this build, which has "
+            f"{option}={value!r}: those kernels are not in this build, which has "
             f"{', '.join(BACKENDS[option])}: pass that, or 'auto'"
         )
     raise ValueError(f"{option}={value!r}: must be one of {', '.join(here)}")
 
 
-def chosen(option: str, asked: str, weights: Weights) -> dict[str, Any]:
-    """What is taken and why, for Engine.info."""
+def _auto(option: str, isa: str) -> tuple[str, str]:
+    """What "auto" takes on a device, and why."""
+    for generation in GENERATIONS:
+        if isa in generation.archs:
+            name, why = generation.auto[option]
+            return name, f"auto on {isa}: {why}"
+    return "decode", "the one that this device has"
+
+
+def chosen(option: str, asked: str, weights: Weights, isa: str) -> dict[str, Any]:
+    """What is taken and why, for Engine.info. isa: of the device, as info has it."""
     count = weights.count(option)
-    (name,) = BACKENDS[option]
     taken: str | None = None
     if count == 0:
         why = f"no weight is in {_KINDS[option].name}"
     elif weights.dequantized:
         why = "compute_dtype float32: weights are dequantized when they are loaded"
     else:
-        taken = name
-        why = "asked for" if asked == name else "the one that this build has"
-        why += f": {BACKENDS[option][name]}"
+        taken, why = _auto(option, isa) if asked == "auto" else (asked, "asked for")
+        why += f": {BACKENDS[option][taken]}"
     return {"asked": asked, "taken": taken, "why": why, "matrices": count}
+
+
+def table() -> str:
+    """What "auto" takes by generation of GPUs, for people."""
+    lines = ['What "auto" takes on a GPU (built and emulated, not yet run on one):']
+    for g in GENERATIONS:
+        lines.append(f"  {', '.join(g.archs)} ({g.cards})")
+        lines += [f"    {option}: {name}, {why}" for option, (name, why) in g.auto.items()]
+    return "\n".join(lines)

@@ -86,6 +86,7 @@ def check_quantization(
 
 def check_arithmetic(
     *,
+    device: str,
     fp8_gemm_backend: str,
     fp4_gemm_backend: str,
     activation_quant: str,
@@ -93,8 +94,8 @@ def check_arithmetic(
     compute_dtype: str,
 ) -> None:
     """How products are computed."""
-    gemm_backends.check("fp8_gemm_backend", fp8_gemm_backend)
-    gemm_backends.check("fp4_gemm_backend", fp4_gemm_backend)
+    gemm_backends.check("fp8_gemm_backend", fp8_gemm_backend, device)
+    gemm_backends.check("fp4_gemm_backend", fp4_gemm_backend, device)
     one_of("activation_quant", activation_quant, ("checkpoint", "off", "int8"))
     if activation_quant == "int8" and compute_dtype == "float32":
         raise ValueError(

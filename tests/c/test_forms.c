@@ -612,13 +612,11 @@ static void test_quantized_inputs(void)
     }
 }
 
-/* The definition with integers, bit for bit, of a static scale, too: the CPU backend's own path. */
+/* The definition with integers, bit for bit, of a static scale, too: the CPU backend's own path,
+ * and another's with signed bytes, which it multiplies as they are. */
 static void test_int8_inputs(void)
 {
-    if (!on_cpu()) {
-        return;
-    }
-    for (int i = 0; i < INTEGER_KINDS; i++) {
+    for (int i = 0; i < (on_cpu() ? INTEGER_KINDS : 1); i++) {
         struct qkv_matrix m =
             make_matrix(&codes_kinds[i], QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, 0, 37, 300);
         m.input.quant = QKV_INPUT_INT8;
@@ -633,10 +631,12 @@ static void test_int8_inputs(void)
 }
 
 /* Rows of zeros, tiny, huge, with infinities and NaN: each by itself. */
-static void check_extreme_rows(const struct qkv_input *input)
+static void check_extreme_rows(const struct qkv_input *input, bool by_row)
 {
     enum { K = 96, ROWS = 6 };
-    struct qkv_matrix m = make_matrix(&codes_kinds[0], QKV_FORMAT_BF16, QKV_FORMAT_COUNT, 32, 3, K);
+    const struct codes_kind *kind = &codes_kinds[by_row && input->quant == QKV_INPUT_FP8 ? 4 : 0];
+    struct qkv_matrix m =
+        make_matrix(kind, by_row ? QKV_FORMAT_COUNT : QKV_FORMAT_BF16, QKV_FORMAT_COUNT, 32, 3, K);
     const struct qkv_matrix *matrix = &m;
     float *x = random_floats(ROWS * K);
     m.input = *input;
@@ -673,14 +673,29 @@ static void test_extreme_rows(void)
 {
     for (int quant = QKV_INPUT_INT8; quant <= QKV_INPUT_NVFP4; quant++) {
         struct qkv_input input = {.quant = (enum qkv_input_quant)quant, .group = 32};
-        check_extreme_rows(&input);
+        check_extreme_rows(&input, false);
+        check_extreme_rows(&input, true);
         input.power_of_two = true;
-        check_extreme_rows(&input);
+        check_extreme_rows(&input, false);
         if (quant == QKV_INPUT_INT8 || quant == QKV_INPUT_FP8 || quant == QKV_INPUT_NVFP4) {
             input.scale = 0.01f;
-            check_extreme_rows(&input);
+            check_extreme_rows(&input, false);
+            check_extreme_rows(&input, true);
         }
     }
+}
+
+/* FP8 by FP8 as the codes are, on a device that can: n_out and k no multiples of anything. */
+static void test_native_fp8(void)
+{
+    native_fp8 = true;
+    for (int i = 0; i < 2; i++) {
+        const struct qkv_input input = {.quant = QKV_INPUT_FP8, .scale = i == 0 ? 0.0f : 0.01f};
+        check_quantized(&input, &codes_kinds[4], QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, 303);
+        check_quantized(&input, &codes_kinds[4], QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, 544);
+        check_extreme_rows(&input, true);
+    }
+    native_fp8 = false;
 }
 
 /* ---- order and scale of K ---- */
@@ -839,4 +854,4 @@ static void test_all_forms(void)
 }
 
 CHECK_MAIN(find_backend, test_all_forms, test_quantized_inputs, test_int8_inputs, test_extreme_rows,
-           test_k_order, test_k_scale, test_different_inputs)
+           test_native_fp8, test_k_order, test_k_scale, test_different_inputs)

@@ -4,6 +4,7 @@ import argparse
 import platform
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from .. import __version__, _core, gemm_backends, models, options
@@ -67,6 +68,7 @@ def _info(args: argparse.Namespace) -> int:
         "weight_formats": [name for name, has in _core.formats() if has],
         "quantizations": {m.name: {"kind": m.kind, "does": m.does} for m in METHODS.values()},
         "gemm_backends": {option: dict(here) for option, here in gemm_backends.BACKENDS.items()},
+        "gemm_backends_by_gpu": [asdict(g) for g in gemm_backends.GENERATIONS],
         "kv_formats": {
             name: bits for name, bits in _core.kv_formats() if name in options.kv_names()
         },
@@ -98,7 +100,7 @@ def _facts_text(facts: Mapping[str, Any]) -> str:
         ("cache folder", facts["cache_folder"]),
     )
     text = "\n".join(f"{name:<18}{value}" for name, value in rows)
-    return f"{text}\n\n{quantizations()}"
+    return f"{text}\n\n{gemm_backends.table()}\n\n{quantizations()}"
 
 
 def _demo_model(args: argparse.Namespace) -> int:
