@@ -174,6 +174,25 @@ def test_layers_for_later_tokens_are_left_out(
     assert len([r for r in caplog.records if "after the next one" in r.getMessage()]) == 1
 
 
+@pytest.mark.parametrize("container", ["safetensors", "gguf"])
+def test_heads_by_layer_are_refused_by_name(
+    tmp_path: Path, container: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if container == "safetensors":
+        tiny = make_tiny.write(tmp_path, "llama")
+        lie = {"num_key_value_heads": [2, 1]}
+        (tmp_path / "config.json").write_text(json.dumps({**tiny.config, **lie}))
+        with pytest.raises(_core.Error, match="num_key_value_heads.*array"):
+            scored(tmp_path)
+        return
+    metadata = make_tiny.gguf_metadata
+    lie = {"llama.attention.head_count_kv": [2, 1]}
+    monkeypatch.setattr(make_tiny, "gguf_metadata", lambda *args: metadata(*args) | lie)
+    make_tiny.write_gguf(tmp_path / "m.gguf", "llama")
+    with pytest.raises(_core.Error, match="head_count_kv.*layers of different sizes"):
+        scored(tmp_path / "m.gguf")
+
+
 def test_longrope_switches_with_the_sequence(tmp_path: Path) -> None:
     """Each token is the best by the reference for a sequence of that length: from 41 tokens on, all
     positions turn by the long factors, those of the prompt, too."""
