@@ -197,7 +197,6 @@ soak: $(VENV)/test.stamp soak-models
 	for target in $(patsubst tests/fuzz/fuzz_%.c,%,$(wildcard tests/fuzz/fuzz_*.c)); do \
 		$(CTESTS) --fuzz $$target --seconds 300 || exit 1; \
 	done
-	rm -rf build/kills
 	$(BIN)/python tests/tools/kill_runs.py build/kills --kills 10000 --rows 100 --rounds 200
 	$(BIN)/python tests/bench/bench_dataset.py many --rows 1000000
 	$(MAKE) isa asan tsan

@@ -344,7 +344,7 @@ def test_parts_that_do_not_fit(engine: qkv.Engine, tmp_path: Path) -> None:
     with pytest.raises(qkv.Error, match="was not finished"):
         dataset.merge([zero, one], out)
     part("one", 1)
-    assert dataset.merge([zero, one], out) == 12
+    assert dataset.merge([zero, tmp_path / "link.jsonl"], out) == 12
     with pytest.raises(qkv.Error, match="has rows already"):
         dataset.merge([zero, one], out)
 

@@ -165,6 +165,7 @@ def is_table_of(table: Path, lines: list[bytes]) -> bool:
 
 
 def one_round(folder: Path, model: Path, n_rows: int, kills: int, seed: int) -> Counter[str]:
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was broken off
     folder.mkdir()
     source, whole = folder / "in.jsonl", folder / "whole.jsonl"
     out = folder / ("killed.parquet" if seed % 4 == 0 else "killed.jsonl")
@@ -197,7 +198,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     model = args.folder / "model"
-    model.mkdir(parents=True)
+    model.mkdir(parents=True, exist_ok=True)
     make_tiny.write(model, "llama")
     begun = time.monotonic()
     moments: Counter[str] = Counter()

@@ -25,8 +25,7 @@ def merge(parts: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) 
     with ExitStack() as stack:
         sinks: list[Sink] = []
         for part in parts:
-            _check_once(part, sinks)
-            sinks.append(_existing(part))
+            sinks.append(_existing(part, sinks))
             stack.callback(sinks[-1].close)
         headers = [_finished(sink) for sink in sinks]
         _check_together(sinks, headers)
@@ -40,17 +39,18 @@ def merge(parts: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) 
         return total
 
 
-def _check_once(path: str | os.PathLike[str], others: Sequence[Sink]) -> None:
-    """Error for a part that was given before, by whatever name: its lock would say that another
-    process writes to it."""
+def _existing(given: str | os.PathLike[str], others: Sequence[Sink]) -> Sink:
+    """Error for what is no part, and for one that was given before, by whatever name: its lock
+    would say that another process writes to it."""
+    path = Path(given)
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
+    about = Path(f"{path}.qkv")
+    if not about.is_file():
+        raise Error(f"{os.fspath(given)}: there is no {about.name} beside it: no part")
     for other in others:
-        if os.path.exists(path) and os.path.samefile(path, other.path):
-            raise Error(f"{os.fspath(path)}: the same part twice, as {other.path} before")
-
-
-def _existing(path: str | os.PathLike[str]) -> Sink:
-    if not Path(f"{os.fspath(path)}.qkv").is_file():
-        raise Error(f"{os.fspath(path)}: there is no {Path(path).name}.qkv beside it: no part")
+        if about.samefile(other.about_path):
+            raise Error(f"{os.fspath(given)}: the same part twice, as {other.path} before")
     return Sink(path)
 
 
