@@ -24,8 +24,6 @@ from tools import format_distances
 
 # The tool's reference computes these in another order, so that values differ by one fp32 rounding.
 ONE_ROUNDING = ("ct-nvfp4-qwen3-s", "modelopt-nvfp4-qwen3-s")  # code * (scale * global scale)
-# Its tensors are read; the architecture does not run.
-NOT_RUN = ("fp8-block-deepseekv3",)
 NAMES = (
     "autoround-int4-g128-sym-qwen3-s",
     "awq-gemm-g128-llama-tiny",
@@ -46,7 +44,10 @@ NAMES = (
     "quark-fp8-kv8-llama-g",
 )
 FLOAT32_BOUND = 1e-3
-EXPERTS = ("ct-w4a16-qwen3moe", "gptoss-mxfp4")
+# Rounding gives a row of it to another expert, as test_models.py says of a base model: its largest
+# differences are compared without the last 1 %. Their mean is a quarter of the noise's.
+ONE_FLIP = ("fp8-block-deepseekv3",)
+EXPERTS = ("ct-w4a16-qwen3moe", "fp8-block-deepseekv3", "gptoss-mxfp4")
 
 
 def expected_parts(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -100,7 +101,7 @@ def prompt_logprobs(folder: Path, prompts: list[Any], **options: Any) -> list[An
 
 
 # The values of gpt-oss' tensors are in test_quantization_detect.py.
-RUN = [*(name for name in NAMES if name not in NOT_RUN), "gptoss-mxfp4"]
+RUN = [*NAMES, "gptoss-mxfp4"]
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -120,7 +121,8 @@ def test_bf16_log_probabilities(fixtures_dir: Path, name: str) -> None:
     expected = Expected(fixtures_dir / name)
     got = prompt_logprobs(fixtures_dir / name, expected.prompts, activation_quant="off")
     off = expected.differences(got)
-    assert off.max() <= base.bf16_noise().max()
+    n = int(off.size * (0.99 if name in ONE_FLIP else 1))
+    assert np.sort(off.ravel())[:n].max() <= base.bf16_noise().max()
     assert off.mean() <= base.bf16_noise().mean()
 
 

@@ -25,7 +25,7 @@ from core_runs import (
     run_row,
 )
 from qkv import _core
-from ref import tiny_cases
+from ref import latent, tiny_cases
 
 SMALL = 192
 N_REQUESTS = 20
@@ -71,6 +71,16 @@ CACHES = {
     ),
     "gpt-oss by layer": Cache("gpt_oss", [("fp8_e4m3", "nvfp4"), ("mxfp8", "fp4_mx_block16")]),
     "experts by layer": Cache("glm4_moe", [("fp8_e5m2", "bf16"), ("nvfp4", "bf16_stochastic")]),
+    "latent fp8_e4m3": Cache("deepseek_v3", everywhere("fp8_e4m3", "fp8_e4m3")),
+    "latent by layer": Cache("deepseek_v2", [("nvfp4", "nvfp4"), ("bf16", "bf16")]),
+    "latent fp4": Cache(
+        "deepseek_v3", [("fp4_mx_block16", "fp4_mx_block16"), ("bf16_stochastic",) * 2]
+    ),
+    "latent fp8_ds_mla": Cache(
+        "deepseek_v3",
+        everywhere("fp8_ds_mla", "fp8_ds_mla"),
+        config=(("kv_lora_rank", 144), ("qk_rope_head_dim", 64)),
+    ),
     "fp8 queries": Cache("llama", everywhere("fp8_e4m3", "mxfp8"), "fp8_e4m3"),
     "fp8 queries, by layer": Cache(
         "mistral", [("nvfp4", "bf16"), ("bf16", "fp4_mx_block16")], "fp8_e4m3"
@@ -104,10 +114,13 @@ def some_scales(n_layers: int, n_kv_heads: int = 2) -> NDArray[np.float32]:
 
 
 def engine_options(cache: Cache) -> dict[str, Any]:
+    scales = some_scales(len(cache.lane))
+    if cache.arch in latent.CONFIGS:  # one head, and one row for K and V
+        scales = np.repeat(scales[:, :1, :1], 2, axis=1)
     options: dict[str, Any] = {
         "lanes": [cache.lane],
         "query_dtype": cache.query_dtype,
-        "kv_scales": some_scales(len(cache.lane)),
+        "kv_scales": scales,
     }
     return options | ({"isa": cache.isa} if cache.isa else {})
 

@@ -167,13 +167,31 @@ struct qkv_moe {
     struct qkv_buffer *y; /* f32 [n_rows, hidden] */
 };
 
+/* A matrix for each head (MLA's, out of which and into which the latent's channels go):
+ * y[r, h] = (weights[h] * x[r, h, 0 .. k_in), x[r, h, k_in .. x_dim)), each head's product as
+ * `linear` gives it, the rest of its channels as they are. */
+struct qkv_head_linear {
+    const struct qkv_buffer *x; /* f32 [n_rows, n_heads, x_dim] */
+    int32_t n_rows;
+    int32_t n_heads;
+    int32_t x_dim;
+    struct qkv_weight *const
+        *weights;         /* host [n_heads], of one shape [n_out, k_in], k_in <= x_dim */
+    struct qkv_buffer *y; /* f32 [n_rows, n_heads, n_out + x_dim - k_in]; not x */
+};
+
 /* Norms and rotates q and k, writes k and v of the batch's rows into the cache, then attends to the
- * cached (stored, hence possibly quantized) keys and values, the row's own included. */
+ * cached (stored, hence possibly quantized) keys and values, the row's own included.
+ *
+ * In a latent layer (struct qkv_kv_layer) k_norm is f32 [v_dim] and norms the first v_dim channels
+ * of k, which are the values; rope turns channels from v_dim on of q and k. No q_norm there. */
 struct qkv_attention {
     int32_t layer;                /* of the KV pool */
     const struct qkv_buffer *qkv; /* f32 [n_rows, n_heads * k_dim + n_kv_heads * (k_dim + v_dim)] */
-    struct qkv_buffer *out;       /* f32 [n_rows, n_heads * v_dim] */
-    int32_t n_heads;              /* a multiple of the layer's n_kv_heads */
+    const struct qkv_buffer *latent; /* of a latent layer, f32 [n_rows, k_dim]: k; `qkv` then is
+                                        [n_rows, n_heads * k_dim], q alone. Else NULL */
+    struct qkv_buffer *out;          /* f32 [n_rows, n_heads * v_dim] */
+    int32_t n_heads;                 /* a multiple of the layer's n_kv_heads */
     const struct qkv_buffer *q_norm; /* f32 [k_dim] or NULL */
     const struct qkv_buffer *k_norm;
     float norm_eps;
@@ -248,6 +266,7 @@ struct qkv_support_query {
     enum qkv_kv_format v_format;
     int32_t k_dim; /* of a head, with the KV formats */
     int32_t v_dim;
+    bool latent; /* of a latent layer */
 };
 
 struct qkv_backend {
@@ -287,12 +306,12 @@ struct qkv_backend {
     void (*kv_destroy)(struct qkv_device *dev, struct qkv_kv *kv);
     size_t (*kv_bytes)(const struct qkv_kv *kv);
     /* k_scale, v_scale: host [n_kv_heads] of that layer; 1 until set. Formats without a
-     * layer scale (kv_formats.def) take 1 alone. */
+     * layer scale (kv_formats.def) take 1 alone; a latent layer takes the same for both. */
     enum qkv_status (*kv_set_scales)(struct qkv_error *err, struct qkv_device *dev,
                                      struct qkv_kv *kv, int32_t layer, const float *k_scale,
                                      const float *v_scale);
     /* k, v: host [n_kv_heads] of that layer: what was stored since the pool was created or the last
-     * kv_counts_reset. The same for any number of threads. */
+     * kv_counts_reset. The same for any number of threads. A latent layer has none of V. */
     enum qkv_status (*kv_counts)(struct qkv_error *err, struct qkv_device *dev,
                                  const struct qkv_kv *kv, int32_t layer, struct qkv_kv_counts *k,
                                  struct qkv_kv_counts *v);
@@ -324,6 +343,9 @@ struct qkv_backend {
     /* NULL: not in this backend; models with experts are refused. */
     enum qkv_status (*moe)(struct qkv_error *err, struct qkv_device *dev,
                            const struct qkv_moe *args);
+    /* NULL: not in this backend, and no latent layers are; models with them are refused. */
+    enum qkv_status (*head_linear)(struct qkv_error *err, struct qkv_device *dev,
+                                   const struct qkv_head_linear *args);
     enum qkv_status (*attention)(struct qkv_error *err, struct qkv_device *dev,
                                  const struct qkv_attention *args);
     /* x += rmsnorm(y) * norm over n_rows rows of `dim` (post-norms of Gemma). */

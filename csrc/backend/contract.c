@@ -303,6 +303,32 @@ enum qkv_status qkv_check_moe(struct qkv_error *err, const struct qkv_sizes *siz
     return qkv_check_floats(err, sizes, "moe", "y", args->y, n_rows, (uint64_t)hidden);
 }
 
+enum qkv_status qkv_check_head_linear(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                      const struct qkv_head_linear *args)
+{
+    int32_t n_out = 0;
+    int32_t k_in = 0;
+    if (args->n_rows < 1 || args->n_heads < 1) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "head_linear: %d rows, %d heads", args->n_rows,
+                        args->n_heads);
+    }
+    sizes->weight_shape(args->weights[0], &n_out, &k_in);
+    for (int32_t h = 0; h < args->n_heads; h++) {
+        int32_t n;
+        int32_t k;
+        sizes->weight_shape(args->weights[h], &n, &k);
+        if (n != n_out || k != k_in || k > args->x_dim) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT,
+                            "head_linear: head %d: [%d, %d], the first is [%d, %d], of %d channels",
+                            h, n, k, n_out, k_in, args->x_dim);
+        }
+    }
+    uint64_t rows = (uint64_t)args->n_rows * (uint64_t)args->n_heads;
+    uint64_t y_dim = (uint64_t)n_out + (uint64_t)(args->x_dim - k_in);
+    QKV_TRY(qkv_check_floats(err, sizes, "head_linear", "x", args->x, rows, (uint64_t)args->x_dim));
+    return qkv_check_floats(err, sizes, "head_linear", "y", args->y, rows, y_dim);
+}
+
 enum qkv_status qkv_check_norm_add(struct qkv_error *err, const struct qkv_sizes *sizes,
                                    const struct qkv_buffer *x, const struct qkv_buffer *y,
                                    const struct qkv_buffer *norm, int32_t n_rows, int32_t dim)

@@ -46,6 +46,8 @@ enum qkv_status qkv_check_linear(struct qkv_error *err, const struct qkv_sizes *
                                  const struct qkv_linear *args);
 enum qkv_status qkv_check_moe(struct qkv_error *err, const struct qkv_sizes *sizes,
                               const struct qkv_moe *args);
+enum qkv_status qkv_check_head_linear(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                      const struct qkv_head_linear *args);
 enum qkv_status qkv_check_norm_add(struct qkv_error *err, const struct qkv_sizes *sizes,
                                    const struct qkv_buffer *x, const struct qkv_buffer *y,
                                    const struct qkv_buffer *norm, int32_t n_rows, int32_t dim);

@@ -250,6 +250,9 @@ static enum qkv_status fault_kv_create(struct qkv_error *err, struct qkv_device 
                         (int)spec->layer, (int)desc->n_layers);
     }
     const struct qkv_kv_layer *layer = &desc->layers[spec->layer];
+    if (layer->latent) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "device fault: latent layers are not damaged");
+    }
     if (spec->head >= layer->n_kv_heads) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "device fault: head %d, layer %d has %d KV heads",
                         (int)spec->head, (int)spec->layer, (int)layer->n_kv_heads);

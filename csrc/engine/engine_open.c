@@ -108,6 +108,11 @@ static enum qkv_status open_device(struct qkv_error *err, struct qkv_engine *eng
     return engine->backend->open(err, &device, &engine->device);
 }
 
+static int32_t value_dim(const struct qkv_model_config *config)
+{
+    return config->mla.kv_rank != 0 ? config->mla.kv_rank : config->head_dim;
+}
+
 static void describe_lane(const struct qkv_engine_options *options,
                           const struct qkv_model_config *config, int32_t lane,
                           struct qkv_kv_layer *layers)
@@ -118,9 +123,10 @@ static void describe_lane(const struct qkv_engine_options *options,
         layers[i] = (struct qkv_kv_layer){
             .n_kv_heads = config->n_kv_heads,
             .k_dim = config->head_dim,
-            .v_dim = config->head_dim,
+            .v_dim = value_dim(config),
             .k_format = pair[0],
             .v_format = pair[1],
+            .latent = config->mla.kv_rank != 0,
         };
     }
 }
@@ -130,6 +136,7 @@ static enum qkv_status check_kv_support(struct qkv_error *err, const struct qkv_
                                         const struct qkv_engine_options *options,
                                         const struct qkv_model_config *config)
 {
+    QKV_TRY(qkv_model_check_backend(err, config, engine->backend));
     size_t n_pairs = (size_t)options->n_lanes * (size_t)options->n_layers;
     for (size_t i = 0; i < n_pairs; i++) {
         struct qkv_support_query query = {
@@ -137,7 +144,8 @@ static enum qkv_status check_kv_support(struct qkv_error *err, const struct qkv_
             .k_format = options->kv_formats[2 * i],
             .v_format = options->kv_formats[2 * i + 1],
             .k_dim = config->head_dim,
-            .v_dim = config->head_dim,
+            .v_dim = value_dim(config),
+            .latent = config->mla.kv_rank != 0,
         };
         QKV_TRY(engine->backend->supports(err, engine->device, &query));
     }
@@ -353,7 +361,7 @@ static enum qkv_status open_engine(struct qkv_error *err, struct qkv_engine *eng
     for (int32_t lane = 0; lane < engine->n_lanes; lane++) {
         qkv_load_log_pool(&engine->log, lane, engine->kv_tokens,
                           options->kv_formats + (size_t)lane * (size_t)options->n_layers * 2,
-                          options->n_layers, config->head_dim,
+                          options->n_layers, config->head_dim, config->mla.kv_rank != 0,
                           engine->backend->kv_bytes(engine->lanes[lane]));
     }
     return create_arrays(err, engine);

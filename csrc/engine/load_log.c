@@ -111,9 +111,17 @@ static void format_dtype(char *out, size_t size, const enum qkv_kv_format *pairs
 
 void qkv_load_log_pool(const struct qkv_log *log, int32_t lane, int64_t n_tokens,
                        const enum qkv_kv_format *pairs, int32_t n_layers, int32_t head_dim,
-                       uint64_t n_bytes)
+                       bool latent, uint64_t n_bytes)
 {
     char dtype[2][64];
+    if (latent) {
+        format_dtype(dtype[0], sizeof dtype[0], pairs, n_layers, 0);
+        qkv_log_write(log, QKV_LOG_INFO,
+                      "KV cache of lane %" PRId32 " is allocated. dtype: %s, #tokens: %" PRId64
+                      ", size of the rows that are K and V: %.3f GiB",
+                      lane, dtype[0], n_tokens, gib(n_bytes));
+        return;
+    }
     double share[2] = {0.0, 0.0}; /* the pool may pad rows; both are padded alike */
     for (int32_t which = 0; which < 2; which++) {
         format_dtype(dtype[which], sizeof dtype[which], pairs, n_layers, which);

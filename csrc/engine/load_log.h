@@ -23,6 +23,6 @@ void qkv_load_log_end(const struct qkv_load_log *self, const struct qkv_model_co
 /* One lane's pool: `pairs` [n_layers, 2] are the formats of K and V. */
 void qkv_load_log_pool(const struct qkv_log *log, int32_t lane, int64_t n_tokens,
                        const enum qkv_kv_format *pairs, int32_t n_layers, int32_t head_dim,
-                       uint64_t n_bytes);
+                       bool latent, uint64_t n_bytes);
 
 #endif

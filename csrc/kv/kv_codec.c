@@ -88,7 +88,7 @@ void qkv_kv_round_row(enum qkv_kv_format format, const struct qkv_kv_place *plac
     }
 }
 
-/* ---- rows ---- */
+/* ---- codes of 16 and 32 bits ---- */
 
 static void encode_wide(enum qkv_kv_format format, const float *x, int32_t dim, uint8_t *codes)
 {
@@ -102,6 +102,64 @@ static void encode_wide(enum qkv_kv_format format, const float *x, int32_t dim, 
     }
 }
 
+/* ---- fp8_ds_mla ---- */
+
+static void encode_ds_mla_block(const float *x, int32_t n, uint8_t *codes, float *scale,
+                                struct qkv_kv_row_loss *loss)
+{
+    float amax = 0.0f;
+    bool has_nan = false;
+    for (int32_t i = 0; i < n; i++) {
+        float magnitude = qkv_kv_ds_mla_magnitude(x[i]);
+        has_nan = has_nan || isnan(magnitude);
+        amax = magnitude > amax ? magnitude : amax;
+    }
+    *scale = has_nan ? NAN : qkv_kv_ds_mla_scale(amax);
+    for (int32_t i = 0; i < n; i++) {
+        if (has_nan) {
+            codes[i] = 0;
+            continue;
+        }
+        float q = copysignf(qkv_kv_ds_mla_magnitude(x[i]), x[i]) / *scale;
+        codes[i] = qkv_kv_encode_value(QKV_KV_FP8_DS_MLA, q);
+        count_value(qkv_kv_grid_of(QKV_KV_FP8_DS_MLA), x[i], q, codes[i], loss);
+    }
+}
+
+static int32_t ds_mla_coded(int32_t dim)
+{
+    int32_t tail = qkv_kv_format_traits(QKV_KV_FP8_DS_MLA)->tail;
+    return dim > tail ? dim - tail : 0;
+}
+
+static void encode_ds_mla(const float *x, int32_t dim, uint8_t *codes, uint8_t *scales,
+                          struct qkv_kv_row_loss *loss)
+{
+    int32_t block = qkv_kv_format_traits(QKV_KV_FP8_DS_MLA)->block;
+    int32_t n_coded = ds_mla_coded(dim);
+    for (int32_t i = 0; i < n_coded; i += block) {
+        float scale;
+        encode_ds_mla_block(x + i, i + block < n_coded ? block : n_coded - i, codes + i, &scale,
+                            loss);
+        memcpy(scales + (size_t)(i / block) * sizeof scale, &scale, sizeof scale);
+    }
+    encode_wide(QKV_KV_BF16, x + n_coded, dim - n_coded, codes + n_coded);
+}
+
+static void decode_ds_mla(const uint8_t *codes, const uint8_t *scales, int32_t dim, float *out)
+{
+    int32_t block = qkv_kv_format_traits(QKV_KV_FP8_DS_MLA)->block;
+    int32_t n_coded = ds_mla_coded(dim);
+    for (int32_t i = 0; i < n_coded; i++) {
+        float scale;
+        memcpy(&scale, scales + (size_t)(i / block) * sizeof scale, sizeof scale);
+        out[i] = qkv_bf16_to_f32(qkv_bf16_from_f32(qkv_e4m3_to_f32(codes[i]) * scale));
+    }
+    qkv_kv_decode_row(QKV_KV_BF16, codes + n_coded, NULL, dim - n_coded, out + n_coded);
+}
+
+/* ---- rows ---- */
+
 void qkv_kv_encode_row(enum qkv_kv_format format, const float *x, int32_t dim, float layer_scale,
                        uint8_t *codes, uint8_t *scales, struct qkv_kv_row_loss *loss)
 {
@@ -112,6 +170,10 @@ void qkv_kv_encode_row(enum qkv_kv_format format, const float *x, int32_t dim, f
     }
     if (traits->code_bits > 8) {
         encode_wide(format, x, dim, codes);
+        return;
+    }
+    if (format == QKV_KV_FP8_DS_MLA) {
+        encode_ds_mla(x, dim, codes, scales, loss);
         return;
     }
     if (traits->block == 0) {
@@ -135,6 +197,10 @@ void qkv_kv_decode_row(enum qkv_kv_format format, const uint8_t *codes, const ui
     const struct qkv_kv_format_traits *traits = qkv_kv_format_traits(format);
     if (format == QKV_KV_F32) {
         memcpy(out, codes, (size_t)dim * sizeof(float));
+        return;
+    }
+    if (format == QKV_KV_FP8_DS_MLA) {
+        decode_ds_mla(codes, scales, dim, out);
         return;
     }
     for (int32_t i = 0; i < dim; i++) {

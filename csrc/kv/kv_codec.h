@@ -17,11 +17,16 @@
  *   fp4_mx_block16   e2m1 over blocks of 16 with an e8m0 exponent
  *                    ceil(log2(max(amax / 6, 1e-10))), ties away from zero
  *
- * In the block formats infinities take part as the largest finite fp32, and a NaN makes the block's
- * scale NaN (e8m0 ff, e4m3 7f) and its codes zero: the whole block reads as NaN. Exponents are kept
- * to -117 .. 119 (mxfp8) and at most 125 (fp4_mx_block16), so that every product of code and block
- * scale is zero or a normal bf16. Sources: OCP 8-bit floating point 1.0, OCP MX 1.0; for ceil and
- * the 1e-10 SGLang's KV cache, for the nvfp4 scale ModelOpt's. */
+ *   fp8_ds_mla       all but the last 64 channels e4m3 over blocks of 128 with an fp32 scale
+ *                    max(amax / 448, 2^-126); these 64 then bf16, to nearest. A block is read as
+ *                    code * scale rounded to bf16, as FlashMLA's kernels do; infinities take part
+ *                    as bf16's largest finite value, a NaN makes the scale NaN
+ *
+ * In the other block formats infinities take part as the largest finite fp32, and a NaN makes the
+ * block's scale NaN (e8m0 ff, e4m3 7f) and its codes zero: the whole block reads as NaN. Exponents
+ * are kept to -117 .. 119 (mxfp8) and at most 125 (fp4_mx_block16), so that every product of code
+ * and block scale is zero or a normal bf16. Sources: OCP 8-bit floating point 1.0, OCP MX 1.0; for
+ * ceil and the 1e-10 SGLang's KV cache, for the nvfp4 scale ModelOpt's. */
 #ifndef QKV_KV_KV_CODEC_H
 #define QKV_KV_KV_CODEC_H
 
@@ -68,8 +73,8 @@ struct qkv_kv_row_loss {
     float amax; /* largest |x| that is not NaN */
 };
 
-/* codes: [qkv_kv_code_bytes], scales: [qkv_kv_n_blocks] or NULL if that is 0. layer_scale: positive
- * and finite; 1 for the formats without one. */
+/* codes: [qkv_kv_code_bytes], scales: [qkv_kv_n_blocks] of scale_bits, or NULL if that is 0.
+ * layer_scale: positive and finite; 1 for the formats without one. */
 void qkv_kv_encode_row(enum qkv_kv_format format, const float *x, int32_t dim, float layer_scale,
                        uint8_t *codes, uint8_t *scales, struct qkv_kv_row_loss *loss);
 

@@ -78,6 +78,20 @@ static inline bool qkv_kv_is_flushed(struct qkv_kv_grid grid, float x, uint8_t c
     return x != 0.0f && (code & ~sign_bit) == 0;
 }
 
+/* fp8_ds_mla: what takes part in a block, and a block's scale. The largest magnitude is bf16's, so
+ * that what is read again, rounded to bf16, is finite; the least scale keeps zeros zero. */
+static inline float qkv_kv_ds_mla_magnitude(float x)
+{
+    float magnitude = fabsf(x);
+    return magnitude > 0x1.fep127f ? 0x1.fep127f : magnitude;
+}
+
+static inline float qkv_kv_ds_mla_scale(float amax)
+{
+    float scale = amax / 448.0f;
+    return scale < FLT_MIN ? FLT_MIN : scale;
+}
+
 /* Infinities take part in a block as the largest finite value; NaN stays. */
 static inline float qkv_kv_finite_magnitude(float x)
 {

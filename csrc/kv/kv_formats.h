@@ -22,6 +22,7 @@ struct qkv_kv_format_traits {
     int32_t scale_bits; /* per block */
     bool layer_scale;   /* whether k_scale and v_scale apply; else they are 1 */
     bool stochastic;    /* whether qkv_kv_round_row comes before encoding */
+    int32_t tail;       /* channels at the end of a row that are in bf16, of a latent layer's row */
 };
 
 const struct qkv_kv_format_traits *qkv_kv_format_traits(enum qkv_kv_format format);
@@ -29,20 +30,22 @@ const struct qkv_kv_format_traits *qkv_kv_format_traits(enum qkv_kv_format forma
 /* QKV_KV_FORMAT_COUNT if there is none. Takes "bfloat16" for "bf16". */
 enum qkv_kv_format qkv_kv_format_from_name(const char *name);
 
-/* Bytes of the codes, and number of scale bytes, of one token of one head of one of K or V. */
+/* Bytes of the codes, and number of scales, of one token of one head of one of K or V. */
 size_t qkv_kv_code_bytes(enum qkv_kv_format format, int32_t head_dim);
 size_t qkv_kv_n_blocks(enum qkv_kv_format format, int32_t head_dim);
 
 /* The two together. */
 size_t qkv_kv_row_bytes(enum qkv_kv_format format, int32_t head_dim);
 
-/* What one layer of a pool stores. K and V may differ. */
+/* What one layer of a pool stores. K and V may differ. A latent layer (MLA) has one head and stores
+ * one row for both: V is K's first v_dim channels, in its format and with its scale. */
 struct qkv_kv_layer {
     int32_t n_kv_heads;
     int32_t k_dim;
-    int32_t v_dim;
+    int32_t v_dim; /* of a latent layer a multiple of 16, at most k_dim */
     enum qkv_kv_format k_format;
-    enum qkv_kv_format v_format;
+    enum qkv_kv_format v_format; /* of a latent layer k_format */
+    bool latent;
 };
 
 /* Bytes of one token over all layers. */

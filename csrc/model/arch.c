@@ -175,7 +175,8 @@ enum qkv_status qkv_arch_sizes(struct qkv_error *err, const struct qkv_source *s
     QKV_TRY(need_int(err, source, QKV_KEY("intermediate_size", "feed_forward_length"), FFN_MAX,
                      &out->ffn));
     QKV_TRY(read_vocab(err, source, out));
-    QKV_TRY(read_heads(err, source, defaults, out));
+    QKV_TRY(defaults->latent ? qkv_arch_latent_heads(err, source, out)
+                             : read_heads(err, source, defaults, out));
     const struct qkv_key positions = QKV_KEY("max_position_embeddings", "context_length");
     const struct qkv_key eps = QKV_KEY("rms_norm_eps", "attention.layer_norm_rms_epsilon");
     if (source->gguf != NULL) { /* GGUF has no defaults for these */

@@ -20,12 +20,21 @@ struct qkv_arch_defaults {
     bool tied;
     double partial_rotary; /* share of a head's channels that are rotated; 0: all, always */
     bool experts;          /* it may have some */
+    bool latent;           /* multi-head latent attention */
 };
 
 /* Sizes, vocabulary, positions, norm epsilon, tying; attn_scale from head_dim. */
 enum qkv_status qkv_arch_sizes(struct qkv_error *err, const struct qkv_source *source,
                                const struct qkv_arch_defaults *defaults,
                                struct qkv_model_config *out);
+
+/* arch_latent.c: the heads of multi-head latent attention, for qkv_arch_sizes. */
+enum qkv_status qkv_arch_latent_heads(struct qkv_error *err, const struct qkv_source *source,
+                                      struct qkv_model_config *out);
+
+/* Its rotary embedding, and attn_scale, which yarn's mscale_all_dim is part of. */
+enum qkv_status qkv_arch_latent_rope(struct qkv_error *err, const struct qkv_source *source,
+                                     struct qkv_model_config *out);
 
 /* The activation of the MLP, `name` if the key is not there. GGUF has none: then it is `name`. */
 enum qkv_status qkv_arch_act(struct qkv_error *err, const struct qkv_source *source,
@@ -55,12 +64,14 @@ enum qkv_status qkv_arch_experts(struct qkv_error *err, const struct qkv_source 
 enum qkv_status qkv_arch_sparse_layers(struct qkv_error *err, const struct qkv_source *source,
                                        struct qkv_model_config *out);
 
-/* Experts as DeepSeek-V3 chooses them, in every layer from the first_k_dense_replace'th on: by the
- * sigmoid of each logit with a bias for the choice, out of the best groups; those that take part in
- * every row are one. `n_dense`: layers without where the key is absent. */
-enum qkv_status qkv_arch_sigmoid_experts(struct qkv_error *err, const struct qkv_source *source,
+/* Experts as DeepSeek chooses them, in every layer from the first_k_dense_replace'th on, or by
+ * mlp_layer_types: out of the best groups, as V3 does by the `sigmoid` of each logit with a bias
+ * for the choice, or as V2 does by the softmax; those that take part in every row are one.
+ * `n_dense`: layers without where the key is absent. */
+enum qkv_status qkv_arch_grouped_experts(struct qkv_error *err, const struct qkv_source *source,
                                          const struct qkv_expert_defaults *defaults,
-                                         int32_t n_dense, struct qkv_model_config *out);
+                                         int32_t n_dense, bool sigmoid,
+                                         struct qkv_model_config *out);
 
 /* Appends a rotary embedding: from rope_scaling and `theta_key`, from rope_parameters (the member
  * `layer_type` of it, if that is not NULL), or from GGUF's rope.*; `theta` is the default. `scaled`

@@ -2,7 +2,6 @@
  * transformers 4.55 and 5.24, gguf-py 0.19's constants. */
 #include <inttypes.h>
 #include <stdio.h>
-#include <string.h>
 
 #include "model/arch.h"
 
@@ -107,71 +106,4 @@ enum qkv_status qkv_arch_sparse_layers(struct qkv_error *err, const struct qkv_s
         }
     }
     return source->gguf != NULL ? QKV_OK : read_mlp_only(err, source, out);
-}
-
-/* GGUF's number for it is 2. */
-static enum qkv_status check_sigmoid(struct qkv_error *err, const struct qkv_source *source)
-{
-    char name[32] = "sigmoid";
-    QKV_TRY(qkv_source_text(err, source, QKV_KEY("scoring_func", NULL), name, sizeof name));
-    if (strcmp(name, "sigmoid") != 0) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "%s: scoring_func: \"%s\" is not supported here, only sigmoid",
-                        source->object_name, name);
-    }
-    int32_t function = 2;
-    return qkv_source_int(err, source, QKV_KEY(NULL, "expert_gating_func"), 2, 2, &function);
-}
-
-static enum qkv_status read_groups(struct qkv_error *err, const struct qkv_source *source,
-                                   struct qkv_routing *routing)
-{
-    const struct qkv_key n_groups = QKV_KEY("n_group", "expert_group_count");
-    const struct qkv_key top_groups = QKV_KEY("topk_group", "expert_group_used_count");
-    routing->group_best = 2;
-    QKV_TRY(qkv_source_int(err, source, n_groups, 1, routing->n_experts, &routing->n_groups));
-    QKV_TRY(qkv_source_int(err, source, top_groups, 1, routing->n_groups, &routing->top_groups));
-    if (routing->n_experts % routing->n_groups != 0 || routing->top_groups > routing->n_groups ||
-        routing->top_k > routing->n_experts / routing->n_groups * routing->top_groups) {
-        return qkv_fail(err, QKV_ERR_CHECKPOINT,
-                        "%s: %d of %d experts for each token, out of %d of %d groups",
-                        source->object_name, (int)routing->top_k, (int)routing->n_experts,
-                        (int)routing->top_groups, (int)routing->n_groups);
-    }
-    return QKV_OK;
-}
-
-enum qkv_status qkv_arch_sigmoid_experts(struct qkv_error *err, const struct qkv_source *source,
-                                         const struct qkv_expert_defaults *defaults,
-                                         int32_t n_dense, struct qkv_model_config *out)
-{
-    struct qkv_moe_config *moe = &out->moe;
-    struct qkv_routing *routing = &moe->routing;
-    QKV_TRY(qkv_arch_experts(err, source, defaults, out));
-    QKV_TRY(check_sigmoid(err, source));
-    QKV_TRY(read_groups(err, source, routing));
-    routing->router = QKV_ROUTER_SIGMOID;
-    routing->normalize = true;
-    moe->select_bias = true;
-    QKV_TRY(qkv_source_bool(err, source, QKV_KEY("norm_topk_prob", "expert_weights_norm"),
-                            &routing->normalize));
-    double factor = 1.0;
-    QKV_TRY(qkv_source_real(err, source, QKV_KEY("routed_scaling_factor", "expert_weights_scale"),
-                            0.0, 1e6, &factor));
-    routing->factor = (float)factor;
-    int32_t n_shared = 1;
-    QKV_TRY(qkv_source_int(err, source, QKV_KEY("n_shared_experts", "expert_shared_count"), 0,
-                           EXPERTS_MAX, &n_shared));
-    if ((int64_t)n_shared * moe->ffn > EXPERT_FFN_MAX) {
-        return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: %d shared experts of %d channels",
-                        source->object_name, (int)n_shared, (int)moe->ffn);
-    }
-    moe->shared_ffn = n_shared * moe->ffn;
-    QKV_TRY(qkv_arch_sparse_layers(err, source, out));
-    const bool says =
-        source->gguf != NULL || qkv_source_has(source, QKV_KEY("first_k_dense_replace", NULL));
-    for (int32_t i = 0; !says && i < n_dense && i < out->n_layers; i++) {
-        out->layers[i].sparse = false;
-    }
-    return QKV_OK;
 }

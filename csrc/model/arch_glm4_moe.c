@@ -18,5 +18,5 @@ enum qkv_status qkv_arch_glm4_moe(struct qkv_error *err, const struct qkv_source
     out->norm_names = QKV_NORMS_POST;
     QKV_TRY(
         qkv_arch_rope(err, source, NULL, QKV_KEY("rope_theta", "rope.freq_base"), 1e4, true, out));
-    return qkv_arch_sigmoid_experts(err, source, &EXPERTS, 1, out);
+    return qkv_arch_grouped_experts(err, source, &EXPERTS, 1, true, out);
 }

@@ -67,6 +67,18 @@ struct qkv_moe_config {
     bool router_bias, select_bias, expert_bias;
 };
 
+/* Multi-head latent attention (DeepSeek-V2): what is cached of a token is one row for all heads,
+ * kv_rank channels that each head's matrices make keys and values of, and rope_dim rotated ones.
+ * The matrices are applied to queries and outputs instead, so that attention sees n_heads queries
+ * and one KV head of head_dim = kv_rank + rope_dim channels, of which the first are the values. */
+struct qkv_mla_config {
+    int32_t kv_rank;  /* 0: ordinary heads */
+    int32_t q_rank;   /* 0: queries are made of the hidden state at once */
+    int32_t nope_dim; /* channels of a head's query and key that are not rotated */
+    int32_t v_dim;    /* of its value */
+    double norm_eps;  /* of the norms of what has kv_rank or q_rank channels */
+};
+
 struct qkv_model_config {
     char arch[64]; /* the HF class name: "LlamaForCausalLM" */
     int32_t n_layers, hidden, n_heads, n_kv_heads, head_dim, ffn, vocab;
@@ -83,6 +95,7 @@ struct qkv_model_config {
     bool fused_gate_up; /* and so are gate and up */
     enum qkv_act act;
     struct qkv_moe_config moe;
+    struct qkv_mla_config mla;
     double embed_scale;
     double attn_scale;   /* of the attention logits */
     double attn_softcap; /* 0: none */

@@ -4,7 +4,7 @@
 
 #include "model/plan.h"
 
-/* `next`: what follows */
+/* `next`: what follows. args.norm_eps 0: the model's. */
 static enum qkv_status run_linear(struct qkv_error *err, const struct qkv_model *model,
                                   const struct qkv_linear_plan *plan,
                                   const struct qkv_linear_plan *next, struct qkv_linear args)
@@ -18,7 +18,7 @@ static enum qkv_status run_linear(struct qkv_error *err, const struct qkv_model 
     for (int32_t i = 0; i < next->n; i++) {
         args.next[i] = next->weight[i];
     }
-    args.norm_eps = (float)model->config.norm_eps;
+    args.norm_eps = args.norm_eps != 0.0f ? args.norm_eps : (float)model->config.norm_eps;
     args.act = model->config.act;
     return model->backend->linear(err, model->device, &args);
 }
@@ -42,12 +42,54 @@ static enum qkv_status add_branch(struct qkv_error *err, const struct qkv_model 
                                     model->config.hidden);
 }
 
-static enum qkv_status attention_block(struct qkv_error *err, const struct qkv_model *model,
-                                       int32_t layer, int32_t n_rows)
+static enum qkv_status attend(struct qkv_error *err, const struct qkv_model *model, int32_t layer,
+                              const struct qkv_buffer *qkv, const struct qkv_buffer *latent)
 {
     const struct qkv_model_config *config = &model->config;
     const struct qkv_layer_plan *plan = &model->layers[layer];
     const struct qkv_layer_config *kind = &config->layers[layer];
+    return model->backend->attention(
+        err, model->device,
+        &(struct qkv_attention){
+            .layer = layer,
+            .qkv = qkv,
+            .latent = latent,
+            .out = model->heads,
+            .n_heads = config->n_heads,
+            .q_norm = plan->q_norm,
+            .k_norm = latent != NULL ? plan->latent->kv_norm : plan->k_norm,
+            .norm_eps = (float)(latent != NULL ? config->mla.norm_eps : config->norm_eps),
+            .rope = kind->rope < 0 ? NULL : model->ropes[kind->rope],
+            .sinks = plan->sinks,
+            .scale = (float)config->attn_scale,
+            .softcap = (float)config->attn_softcap,
+            .window = kind->window,
+            .quantize_q = model->quantize_q,
+        });
+}
+
+static const struct qkv_linear_plan *after_attention(const struct qkv_layer_plan *plan)
+{
+    return plan->experts != NULL ? &plan->router : &plan->gate_up;
+}
+
+/* The block's output is plan->out of the heads' values, which are `in`. */
+static enum qkv_status attention_out(struct qkv_error *err, const struct qkv_model *model,
+                                     const struct qkv_layer_plan *plan, const struct qkv_buffer *in,
+                                     int32_t n_rows)
+{
+    return add_branch(err, model, &plan->out, after_attention(plan), plan->attn_post_norm,
+                      (struct qkv_linear){
+                          .x = in,
+                          .n_rows = n_rows,
+                          .prologue = QKV_PROLOGUE_NONE,
+                      });
+}
+
+static enum qkv_status attention_block(struct qkv_error *err, const struct qkv_model *model,
+                                       int32_t layer, int32_t n_rows)
+{
+    const struct qkv_layer_plan *plan = &model->layers[layer];
     QKV_TRY(run_linear(err, model, &plan->qkv, &plan->out,
                        (struct qkv_linear){
                            .x = model->x,
@@ -57,29 +99,63 @@ static enum qkv_status attention_block(struct qkv_error *err, const struct qkv_m
                            .epilogue = QKV_EPILOGUE_STORE,
                            .y = model->wide,
                        }));
-    QKV_TRY(model->backend->attention(err, model->device,
-                                      &(struct qkv_attention){
-                                          .layer = layer,
-                                          .qkv = model->wide,
-                                          .out = model->heads,
-                                          .n_heads = config->n_heads,
-                                          .q_norm = plan->q_norm,
-                                          .k_norm = plan->k_norm,
-                                          .norm_eps = (float)config->norm_eps,
-                                          .rope = kind->rope < 0 ? NULL : model->ropes[kind->rope],
-                                          .sinks = plan->sinks,
-                                          .scale = (float)config->attn_scale,
-                                          .softcap = (float)config->attn_softcap,
-                                          .window = kind->window,
-                                          .quantize_q = model->quantize_q,
-                                      }));
-    return add_branch(err, model, &plan->out,
-                      plan->experts != NULL ? &plan->router : &plan->gate_up, plan->attn_post_norm,
+    QKV_TRY(attend(err, model, layer, model->wide, NULL));
+    return attention_out(err, model, plan, model->heads, n_rows);
+}
+
+/* y = plan(norm(x)), x with the layer's norm or another. */
+static enum qkv_status normed_linear(struct qkv_error *err, const struct qkv_model *model,
+                                     const struct qkv_linear_plan *plan,
+                                     const struct qkv_linear_plan *next, const struct qkv_buffer *x,
+                                     const struct qkv_buffer *norm, int32_t n_rows,
+                                     struct qkv_buffer *y)
+{
+    return run_linear(err, model, plan, next,
                       (struct qkv_linear){
-                          .x = model->heads,
+                          .x = x,
                           .n_rows = n_rows,
-                          .prologue = QKV_PROLOGUE_NONE,
+                          .prologue = QKV_PROLOGUE_RMSNORM,
+                          .norm = norm,
+                          .norm_eps = x == model->x ? 0.0f : (float)model->config.mla.norm_eps,
+                          .epilogue = QKV_EPILOGUE_STORE,
+                          .y = y,
                       });
+}
+
+/* Queries go into the latent's channels and what attention returns comes out of them, so that all
+ * heads attend to the one row that is cached. */
+static enum qkv_status latent_block(struct qkv_error *err, const struct qkv_model *model,
+                                    int32_t layer, int32_t n_rows)
+{
+    const struct qkv_model_config *config = &model->config;
+    const struct qkv_layer_plan *plan = &model->layers[layer];
+    const struct qkv_latent_plan *latent = plan->latent;
+    const struct qkv_linear_plan none = {.n = 0};
+    const bool low_rank = latent->q_a.n != 0;
+    QKV_TRY(normed_linear(err, model, &latent->kv, low_rank ? &latent->q_a : &latent->q, model->x,
+                          plan->attn_norm, n_rows, model->latent));
+    if (low_rank) {
+        QKV_TRY(normed_linear(err, model, &latent->q_a, &latent->q, model->x, plan->attn_norm,
+                              n_rows, model->q_latent));
+    }
+    QKV_TRY(normed_linear(err, model, &latent->q, &none, low_rank ? model->q_latent : model->x,
+                          low_rank ? latent->q_norm : plan->attn_norm, n_rows, model->wide));
+    struct qkv_head_linear heads = {
+        .x = model->wide,
+        .n_rows = n_rows,
+        .n_heads = config->n_heads,
+        .x_dim = config->mla.nope_dim + config->rope_dim,
+        .weights = latent->to_latent,
+        .y = model->absorbed,
+    };
+    QKV_TRY(model->backend->head_linear(err, model->device, &heads));
+    QKV_TRY(attend(err, model, layer, model->absorbed, model->latent));
+    heads.x = model->heads;
+    heads.x_dim = config->mla.kv_rank;
+    heads.weights = latent->to_value;
+    heads.y = model->wide;
+    QKV_TRY(model->backend->head_linear(err, model->device, &heads));
+    return attention_out(err, model, plan, model->wide, n_rows);
 }
 
 static enum qkv_status mlp_block(struct qkv_error *err, const struct qkv_model *model,
@@ -214,7 +290,8 @@ enum qkv_status qkv_model_forward(struct qkv_error *err, struct qkv_model *model
                                   (float)model->config.embed_scale, model->x));
     for (int32_t layer = 0; layer < model->config.n_layers; layer++) {
         const int32_t n_rows = model->active.n_rows;
-        QKV_TRY(attention_block(err, model, layer, n_rows));
+        QKV_TRY(model->layers[layer].latent != NULL ? latent_block(err, model, layer, n_rows)
+                                                    : attention_block(err, model, layer, n_rows));
         QKV_TRY(model->layers[layer].experts != NULL ? moe_block(err, model, layer, n_rows)
                                                      : mlp_block(err, model, layer, n_rows));
         model->n_layer_rows += (uint64_t)n_rows;

@@ -8,22 +8,9 @@
 #include <string.h>
 
 #include "base/mem.h"
-#include "base/threads.h"
-#include "model/names.h"
-#include "model/plan.h"
+#include "model/loader.h"
 #include "model/rope.h"
 #include "quant/codec.h"
-
-struct loader {
-    struct qkv_model *model;
-    const struct qkv_weights *weights;
-    const struct qkv_model_options *options;
-    struct qkv_bound bound;
-    struct qkv_threads *threads; /* that quantize, or NULL */
-    uint64_t done_bytes;
-    uint64_t total_bytes;
-    bool asked[QKV_FORMAT_COUNT]; /* whether the device has this format of a matrix */
-};
 
 static bool is_permuted(const struct loader *loader, enum qkv_part part)
 {
@@ -51,7 +38,9 @@ static bool is_quantized_online(const struct loader *loader, enum qkv_part part)
     const struct qkv_target *target = loader->options->online;
     const bool is_end = part == QKV_PART_EMBED || part == QKV_PART_HEAD;
     const bool is_router = part == QKV_PART_ROUTER || part == QKV_PART_SHARED_GATE;
-    return target != NULL && !is_router && (!is_end || target->kind == QKV_TARGET_AFFINE);
+    const bool is_per_head = part == QKV_PART_KV_B || part == QKV_PART_K_B || part == QKV_PART_V_B;
+    return target != NULL && !is_router && !is_per_head &&
+           (!is_end || target->kind == QKV_TARGET_AFFINE);
 }
 
 /* Into the backend's packing. */
@@ -127,8 +116,8 @@ static struct qkv_weight *shared_end(const struct loader *loader, enum qkv_part 
     return part == QKV_PART_EMBED ? first->embed : part == QKV_PART_HEAD ? first->head : NULL;
 }
 
-static enum qkv_status stored_done(struct qkv_error *err, struct loader *loader,
-                                   const struct qkv_stored *stored)
+enum qkv_status qkv_load_done(struct qkv_error *err, struct loader *loader,
+                              const struct qkv_stored *stored)
 {
     for (int32_t i = 0; i < stored->n_tensors; i++) {
         QKV_TRY(tensor_done(err, loader, stored->tensors[i], i == 0 ? stored->n_bytes : 0));
@@ -147,15 +136,15 @@ static enum qkv_status load_stored(struct qkv_error *err, struct loader *loader,
     free(copy);
     QKV_TRY(status);
     model->memory.weight_bytes += model->backend->weight_bytes(*out);
-    return stored_done(err, loader, stored);
+    return qkv_load_done(err, loader, stored);
 }
 
-static enum qkv_status load_matrix(struct qkv_error *err, struct loader *loader, int32_t layer,
-                                   enum qkv_part part, struct qkv_weight **out)
+enum qkv_status qkv_load_matrix(struct qkv_error *err, struct loader *loader, int32_t layer,
+                                enum qkv_part part, struct qkv_weight **out)
 {
     const struct qkv_stored *stored = qkv_bound_get(&loader->bound, layer, part)->matrix;
     *out = shared_end(loader, part, stored);
-    return *out != NULL ? stored_done(err, loader, stored)
+    return *out != NULL ? qkv_load_done(err, loader, stored)
                         : load_stored(err, loader, part, stored, out);
 }
 
@@ -213,8 +202,8 @@ static enum qkv_status load_vector(struct qkv_error *err, struct loader *loader,
     return tensor_done(err, loader, tensor, tensor->n_bytes);
 }
 
-static enum qkv_status load_norm(struct qkv_error *err, struct loader *loader, int32_t layer,
-                                 enum qkv_part part, struct qkv_buffer **out)
+enum qkv_status qkv_load_norm(struct qkv_error *err, struct loader *loader, int32_t layer,
+                              enum qkv_part part, struct qkv_buffer **out)
 {
     return load_vector(err, loader, layer, part, loader->model->config.norm_plus_one, out);
 }
@@ -225,7 +214,7 @@ static enum qkv_status load_linear(struct qkv_error *err, struct loader *loader,
 {
     for (int32_t i = 0; i < n; i++) {
         const enum qkv_part part = (enum qkv_part)((int32_t)first + 2 * i);
-        QKV_TRY(load_matrix(err, loader, layer, part, &out->weight[i]));
+        QKV_TRY(qkv_load_matrix(err, loader, layer, part, &out->weight[i]));
         out->n = i + 1;
         QKV_TRY(load_vector(err, loader, layer, (enum qkv_part)((int32_t)part + 1), false,
                             &out->bias[i]));
@@ -282,17 +271,21 @@ static enum qkv_status load_experts(struct qkv_error *err, struct loader *loader
 static enum qkv_status load_layer(struct qkv_error *err, struct loader *loader, int32_t i)
 {
     struct qkv_layer_plan *plan = &loader->model->layers[i];
-    QKV_TRY(load_norm(err, loader, i, QKV_PART_ATTN_NORM, &plan->attn_norm));
+    QKV_TRY(qkv_load_norm(err, loader, i, QKV_PART_ATTN_NORM, &plan->attn_norm));
     const struct qkv_model_config *config = &loader->model->config;
     const bool fused = config->fused_qkv;
-    QKV_TRY(
-        load_linear(err, loader, i, fused ? QKV_PART_QKV : QKV_PART_Q, fused ? 1 : 3, &plan->qkv));
-    QKV_TRY(load_norm(err, loader, i, QKV_PART_Q_NORM, &plan->q_norm));
-    QKV_TRY(load_norm(err, loader, i, QKV_PART_K_NORM, &plan->k_norm));
+    if (config->mla.kv_rank != 0) {
+        QKV_TRY(qkv_load_latent(err, loader, i, &plan->latent));
+    } else {
+        QKV_TRY(load_linear(err, loader, i, fused ? QKV_PART_QKV : QKV_PART_Q, fused ? 1 : 3,
+                            &plan->qkv));
+    }
+    QKV_TRY(qkv_load_norm(err, loader, i, QKV_PART_Q_NORM, &plan->q_norm));
+    QKV_TRY(qkv_load_norm(err, loader, i, QKV_PART_K_NORM, &plan->k_norm));
     QKV_TRY(load_vector(err, loader, i, QKV_PART_SINKS, false, &plan->sinks));
     QKV_TRY(load_linear(err, loader, i, QKV_PART_OUT, 1, &plan->out));
-    QKV_TRY(load_norm(err, loader, i, QKV_PART_ATTN_POST_NORM, &plan->attn_post_norm));
-    QKV_TRY(load_norm(err, loader, i, QKV_PART_MLP_NORM, &plan->mlp_norm));
+    QKV_TRY(qkv_load_norm(err, loader, i, QKV_PART_ATTN_POST_NORM, &plan->attn_post_norm));
+    QKV_TRY(qkv_load_norm(err, loader, i, QKV_PART_MLP_NORM, &plan->mlp_norm));
     const bool fused_mlp = config->fused_gate_up;
     if (config->layers[i].sparse) {
         QKV_TRY(load_experts(err, loader, i, plan));
@@ -301,7 +294,7 @@ static enum qkv_status load_layer(struct qkv_error *err, struct loader *loader, 
                             fused_mlp ? 1 : 2, &plan->gate_up));
         QKV_TRY(load_linear(err, loader, i, QKV_PART_DOWN, 1, &plan->down));
     }
-    return load_norm(err, loader, i, QKV_PART_MLP_POST_NORM, &plan->mlp_post_norm);
+    return qkv_load_norm(err, loader, i, QKV_PART_MLP_POST_NORM, &plan->mlp_post_norm);
 }
 
 /* GGUF says Llama 3.1's scaling as a divisor per frequency. */
@@ -407,7 +400,15 @@ static void share_buffers(struct qkv_model *model, const struct qkv_model *first
     model->heads = first->heads;
     model->branch = first->branch;
     model->router_logits = first->router_logits;
+    model->latent = first->latent;
+    model->absorbed = first->absorbed;
+    model->q_latent = first->q_latent;
     model->logits = first->logits;
+}
+
+static uint64_t larger(uint64_t a, uint64_t b)
+{
+    return a > b ? a : b;
 }
 
 static enum qkv_status create_buffers(struct qkv_error *err, struct qkv_model *model)
@@ -415,10 +416,16 @@ static enum qkv_status create_buffers(struct qkv_error *err, struct qkv_model *m
     const struct qkv_model_config *config = &model->config;
     const uint64_t n_rows = (uint64_t)model->max_rows;
     const uint64_t hidden = (uint64_t)config->hidden;
-    const uint64_t q = (uint64_t)config->n_heads * (uint64_t)config->head_dim;
+    const struct qkv_mla_config *mla = &config->mla;
+    const bool latent = mla->kv_rank != 0;
+    const uint64_t n_heads = (uint64_t)config->n_heads;
+    const uint64_t q = n_heads * (uint64_t)config->head_dim;
     const uint64_t kv = (uint64_t)config->n_kv_heads * (uint64_t)config->head_dim;
     const uint64_t gate_up = 2 * (uint64_t)config->ffn;
-    const uint64_t wide = q + 2 * kv > gate_up ? q + 2 * kv : gate_up;
+    const uint64_t values = n_heads * (uint64_t)mla->v_dim;
+    const uint64_t plain =
+        latent ? n_heads * (uint64_t)(mla->nope_dim + config->rope_dim) : q + 2 * kv;
+    const uint64_t wide = larger(larger(plain, values), gate_up);
     void *row_list = NULL;
     QKV_TRY(qkv_calloc(err, (size_t)n_rows, sizeof(int32_t), &row_list));
     model->row_list = row_list;
@@ -431,7 +438,13 @@ static enum qkv_status create_buffers(struct qkv_error *err, struct qkv_model *m
     }
     QKV_TRY(create_buffer(err, model, n_rows, hidden, &model->x));
     QKV_TRY(create_buffer(err, model, n_rows, wide, &model->wide));
-    QKV_TRY(create_buffer(err, model, n_rows, q, &model->heads));
+    QKV_TRY(create_buffer(err, model, n_rows, latent ? n_heads * (uint64_t)mla->kv_rank : q,
+                          &model->heads));
+    if (latent) {
+        QKV_TRY(create_buffer(err, model, n_rows, (uint64_t)config->head_dim, &model->latent));
+        QKV_TRY(create_buffer(err, model, n_rows, q, &model->absorbed));
+        QKV_TRY(create_buffer(err, model, n_rows, (uint64_t)mla->q_rank, &model->q_latent));
+    }
     if (config->post_norms) {
         QKV_TRY(create_buffer(err, model, n_rows, hidden, &model->branch));
     }
@@ -485,12 +498,21 @@ static enum qkv_status survey_matrix(struct qkv_error *err, struct loader *loade
     return status == QKV_OK ? QKV_OK : qkv_fail_prefix(err, status, stored->matrix.name);
 }
 
+enum qkv_status qkv_model_check_backend(struct qkv_error *err,
+                                        const struct qkv_model_config *config,
+                                        const struct qkv_backend *backend)
+{
+    const bool experts = config->moe.routing.n_experts != 0 && backend->moe == NULL;
+    if (experts || (config->mla.kv_rank != 0 && backend->head_linear == NULL)) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "%s: %s not in the backend %s", config->arch,
+                        experts ? "experts are" : "multi-head latent attention is", backend->name);
+    }
+    return QKV_OK;
+}
+
 static enum qkv_status survey(struct qkv_error *err, struct loader *loader)
 {
-    if (loader->bound.n_expert_parts != 0 && loader->model->backend->moe == NULL) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "%s: experts are not in the backend %s",
-                        loader->model->config.arch, loader->model->backend->name);
-    }
+    QKV_TRY(qkv_model_check_backend(err, &loader->model->config, loader->model->backend));
     for (size_t i = 0; i < loader->bound.n_parts; i++) {
         const struct qkv_tensor *vector = loader->bound.parts[i].vector;
         loader->total_bytes += vector == NULL ? 0 : vector->n_bytes;
@@ -554,7 +576,7 @@ static enum qkv_status load_head(struct qkv_error *err, struct loader *loader)
                       "as transformers does",
                       head->matrix.name);
     }
-    return load_matrix(err, loader, -1, QKV_PART_HEAD, &model->head);
+    return qkv_load_matrix(err, loader, -1, QKV_PART_HEAD, &model->head);
 }
 
 static enum qkv_status load_all(struct qkv_error *err, struct loader *loader)
@@ -564,11 +586,11 @@ static enum qkv_status load_all(struct qkv_error *err, struct loader *loader)
     QKV_TRY(count_int8(err, loader));
     QKV_TRY(create_buffers(err, model));
     QKV_TRY(create_ropes(err, loader));
-    QKV_TRY(load_matrix(err, loader, -1, QKV_PART_EMBED, &model->embed));
+    QKV_TRY(qkv_load_matrix(err, loader, -1, QKV_PART_EMBED, &model->embed));
     for (int32_t i = 0; i < model->config.n_layers; i++) {
         QKV_TRY(load_layer(err, loader, i));
     }
-    QKV_TRY(load_norm(err, loader, -1, QKV_PART_FINAL_NORM, &model->final_norm));
+    QKV_TRY(qkv_load_norm(err, loader, -1, QKV_PART_FINAL_NORM, &model->final_norm));
     return load_head(err, loader);
 }
 
@@ -641,7 +663,7 @@ enum qkv_status qkv_model_load(struct qkv_error *err, const struct qkv_weights *
     return QKV_OK;
 }
 
-static void destroy_linear(const struct qkv_model *model, struct qkv_linear_plan *plan)
+void qkv_destroy_linear(const struct qkv_model *model, struct qkv_linear_plan *plan)
 {
     for (int32_t i = 0; i < QKV_LINEAR_PARTS; i++) {
         model->backend->weight_destroy(model->device, plan->weight[i]);
@@ -657,11 +679,12 @@ static void destroy_layer(const struct qkv_model *model, struct qkv_layer_plan *
     for (size_t i = 0; i < sizeof norms / sizeof norms[0]; i++) {
         model->backend->buffer_destroy(model->device, norms[i]);
     }
-    destroy_linear(model, &plan->qkv);
-    destroy_linear(model, &plan->out);
-    destroy_linear(model, &plan->gate_up);
-    destroy_linear(model, &plan->down);
-    destroy_linear(model, &plan->router);
+    qkv_destroy_latent(model, plan->latent);
+    qkv_destroy_linear(model, &plan->qkv);
+    qkv_destroy_linear(model, &plan->out);
+    qkv_destroy_linear(model, &plan->gate_up);
+    qkv_destroy_linear(model, &plan->down);
+    qkv_destroy_linear(model, &plan->router);
     const struct qkv_moe_config *moe = &model->config.moe;
     const int32_t n_experts = moe->routing.n_experts + (moe->shared_ffn > 0);
     for (int32_t e = 0; plan->experts != NULL && e < n_experts; e++) {
@@ -690,8 +713,9 @@ static void destroy_step(struct qkv_model *model)
     for (int32_t i = 0; i < QKV_ROPES_MAX; i++) {
         model->backend->rope_destroy(model->device, model->ropes[i]);
     }
-    struct qkv_buffer *buffers[] = {model->x,      model->wide,          model->heads,
-                                    model->branch, model->router_logits, model->logits};
+    struct qkv_buffer *buffers[] = {model->x,        model->wide,          model->heads,
+                                    model->branch,   model->router_logits, model->logits,
+                                    model->q_latent, model->latent,        model->absorbed};
     for (size_t i = 0; i < sizeof buffers / sizeof buffers[0]; i++) {
         model->backend->buffer_destroy(model->device, buffers[i]);
     }

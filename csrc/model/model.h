@@ -62,6 +62,10 @@ struct qkv_model_memory {
  * names it. Pages of the mapped files are released as tensors are packed. */
 enum qkv_status qkv_model_load(struct qkv_error *err, const struct qkv_weights *weights,
                                const struct qkv_model_options *options, struct qkv_model **out);
+/* QKV_ERR_UNSUPPORTED names what the architecture has and the backend lacks. */
+enum qkv_status qkv_model_check_backend(struct qkv_error *err,
+                                        const struct qkv_model_config *config,
+                                        const struct qkv_backend *backend);
 void qkv_model_destroy(struct qkv_model *model); /* NULL is fine */
 
 const struct qkv_model_config *qkv_model_get_config(const struct qkv_model *model);

@@ -40,6 +40,17 @@ static const struct part_names PART_NAMES[QKV_PART_COUNT] = {
     [QKV_PART_Q_NORM] = {HF_LAYER "self_attn.q_norm.weight", GGUF_LAYER "attn_q_norm.weight"},
     [QKV_PART_K_NORM] = {HF_LAYER "self_attn.k_norm.weight", GGUF_LAYER "attn_k_norm.weight"},
     [QKV_PART_SINKS] = {HF_LAYER "self_attn.sinks", GGUF_LAYER "attn_sinks.weight"},
+    [QKV_PART_Q_A] = {HF_LAYER "self_attn.q_a_proj.weight", GGUF_LAYER "attn_q_a.weight"},
+    [QKV_PART_Q_A_NORM] = {HF_LAYER "self_attn.q_a_layernorm.weight",
+                           GGUF_LAYER "attn_q_a_norm.weight"},
+    [QKV_PART_Q_B] = {HF_LAYER "self_attn.q_b_proj.weight", GGUF_LAYER "attn_q_b.weight"},
+    [QKV_PART_KV_A] = {HF_LAYER "self_attn.kv_a_proj_with_mqa.weight",
+                       GGUF_LAYER "attn_kv_a_mqa.weight"},
+    [QKV_PART_KV_A_NORM] = {HF_LAYER "self_attn.kv_a_layernorm.weight",
+                            GGUF_LAYER "attn_kv_a_norm.weight"},
+    [QKV_PART_KV_B] = {HF_LAYER "self_attn.kv_b_proj.weight", GGUF_LAYER "attn_kv_b.weight"},
+    [QKV_PART_K_B] = {"", GGUF_LAYER "attn_k_b.weight"},
+    [QKV_PART_V_B] = {"", GGUF_LAYER "attn_v_b.weight"},
     [QKV_PART_OUT] = {HF_LAYER "self_attn.o_proj.weight", GGUF_LAYER "attn_output.weight"},
     [QKV_PART_OUT_BIAS] = {HF_LAYER "self_attn.o_proj.bias", GGUF_LAYER "attn_output.bias"},
     [QKV_PART_ATTN_POST_NORM] = {HF_LAYER "post_attention_layernorm.weight",
@@ -179,6 +190,14 @@ static enum qkv_status name_heads(struct qkv_error *err, const struct qkv_model_
         return status;
     }
     const struct qkv_error first = *err;
+    const struct qkv_mla_config *mla = &config->mla;
+    if (mla->kv_rank != 0) {
+        return qkv_fail(err, status,
+                        "%s (%d heads of %d + %d channels, %d of values; kv_lora_rank %d, "
+                        "q_lora_rank %d)",
+                        first.msg, (int)config->n_heads, (int)mla->nope_dim, (int)config->rope_dim,
+                        (int)mla->v_dim, (int)mla->kv_rank, (int)mla->q_rank);
+    }
     return qkv_fail(err, status, "%s (%d heads, %d for K and V, of %d channels)", first.msg,
                     (int)config->n_heads, (int)config->n_kv_heads, (int)config->head_dim);
 }
@@ -264,14 +283,51 @@ static enum qkv_status bind_top(struct qkv_error *err, struct binder *binder)
     return QKV_OK;
 }
 
+/* The latent of keys and values, and what makes them of it. */
+static enum qkv_status bind_latent(struct qkv_error *err, struct binder *binder)
+{
+    const struct qkv_model_config *config = binder->config;
+    const struct qkv_mla_config *mla = &config->mla;
+    const int64_t n_heads = config->n_heads;
+    if (mla->q_rank != 0) {
+        const int64_t q = n_heads * (mla->nope_dim + config->rope_dim);
+        QKV_TRY(bind(err, binder, QKV_PART_Q_A, mla->q_rank, config->hidden));
+        QKV_TRY(bind(err, binder, QKV_PART_Q_A_NORM, mla->q_rank, 0));
+        QKV_TRY(bind(err, binder, QKV_PART_Q_B, q, mla->q_rank));
+    }
+    QKV_TRY(bind(err, binder, QKV_PART_KV_A, mla->kv_rank + config->rope_dim, config->hidden));
+    QKV_TRY(bind(err, binder, QKV_PART_KV_A_NORM, mla->kv_rank, 0));
+    char name[QKV_TENSOR_NAME_MAX];
+    qkv_part_name(name, QKV_PART_K_B, binder->layer, qkv_weights_container(binder->weights),
+                  config->norm_names);
+    if (name[0] == '\0' || qkv_weights_find(binder->weights, name) == NULL) {
+        return bind(err, binder, QKV_PART_KV_B, n_heads * (mla->nope_dim + mla->v_dim),
+                    mla->kv_rank);
+    }
+    QKV_TRY(qkv_bind_matrix(err, binder, name, config->n_heads, mla->kv_rank, mla->nope_dim,
+                            &binder->parts[QKV_PART_K_B].matrix));
+    qkv_part_name(name, QKV_PART_V_B, binder->layer, qkv_weights_container(binder->weights),
+                  config->norm_names);
+    QKV_TRY(qkv_bind_matrix(err, binder, name, config->n_heads, mla->v_dim, mla->kv_rank,
+                            &binder->parts[QKV_PART_V_B].matrix));
+    return binder->parts[QKV_PART_V_B].matrix != NULL
+               ? QKV_OK
+               : qkv_fail(err, QKV_ERR_CHECKPOINT, "the checkpoint has no tensor %s", name);
+}
+
 static enum qkv_status bind_layer(struct qkv_error *err, struct binder *binder)
 {
     const struct qkv_model_config *config = binder->config;
     const int64_t hidden = config->hidden;
     const int64_t ffn = config->ffn;
-    const int64_t q = (int64_t)config->n_heads * config->head_dim;
+    const struct qkv_mla_config *mla = &config->mla;
+    const bool latent = mla->kv_rank != 0;
+    const int64_t q =
+        (int64_t)config->n_heads * (latent ? mla->nope_dim + config->rope_dim : config->head_dim);
     const int64_t kv = (int64_t)config->n_kv_heads * config->head_dim;
+    const int64_t values = latent ? (int64_t)config->n_heads * mla->v_dim : q;
     const bool fused = config->fused_qkv;
+    const bool split = !fused && !latent;
     const bool dense = !config->layers[binder->layer].sparse;
     const bool fused_mlp = dense && config->fused_gate_up;
     const bool split_mlp = dense && !config->fused_gate_up;
@@ -281,18 +337,18 @@ static enum qkv_status bind_layer(struct qkv_error *err, struct binder *binder)
         bool wanted;
     } needs[] = {
         {QKV_PART_ATTN_NORM, hidden, 0, true},
-        {QKV_PART_Q, q, hidden, !fused},
-        {QKV_PART_Q_BIAS, q, 0, !fused && config->qkv_bias},
-        {QKV_PART_K, kv, hidden, !fused},
-        {QKV_PART_K_BIAS, kv, 0, !fused && config->qkv_bias},
-        {QKV_PART_V, kv, hidden, !fused},
-        {QKV_PART_V_BIAS, kv, 0, !fused && config->qkv_bias},
+        {QKV_PART_Q, q, hidden, latent ? mla->q_rank == 0 : !fused},
+        {QKV_PART_Q_BIAS, q, 0, split && config->qkv_bias},
+        {QKV_PART_K, kv, hidden, split},
+        {QKV_PART_K_BIAS, kv, 0, split && config->qkv_bias},
+        {QKV_PART_V, kv, hidden, split},
+        {QKV_PART_V_BIAS, kv, 0, split && config->qkv_bias},
         {QKV_PART_QKV, q + 2 * kv, hidden, fused},
         {QKV_PART_QKV_BIAS, q + 2 * kv, 0, fused && config->qkv_bias},
         {QKV_PART_Q_NORM, config->head_dim, 0, config->qk_norm},
         {QKV_PART_K_NORM, config->head_dim, 0, config->qk_norm},
         {QKV_PART_SINKS, config->n_heads, 0, config->sinks},
-        {QKV_PART_OUT, hidden, q, true},
+        {QKV_PART_OUT, hidden, values, true},
         {QKV_PART_OUT_BIAS, hidden, 0, config->out_bias},
         {QKV_PART_ATTN_POST_NORM, hidden, 0, config->post_norms},
         {QKV_PART_MLP_NORM, hidden, 0, true},
@@ -310,6 +366,9 @@ static enum qkv_status bind_layer(struct qkv_error *err, struct binder *binder)
         if (needs[i].wanted) {
             QKV_TRY(bind(err, binder, needs[i].part, needs[i].rows, needs[i].cols));
         }
+    }
+    if (latent) {
+        QKV_TRY(bind_latent(err, binder));
     }
     return dense ? QKV_OK : qkv_bind_experts(err, binder);
 }

@@ -32,6 +32,15 @@ enum qkv_part {
     QKV_PART_Q_NORM,
     QKV_PART_K_NORM,
     QKV_PART_SINKS,
+    /* of latent attention, instead of q, k and v; q is there where q_rank is 0 */
+    QKV_PART_Q_A,
+    QKV_PART_Q_A_NORM,
+    QKV_PART_Q_B,
+    QKV_PART_KV_A, /* the latent, then the rotated channels of all heads' keys */
+    QKV_PART_KV_A_NORM,
+    QKV_PART_KV_B, /* a head's key, then its value, out of the latent */
+    QKV_PART_K_B,  /* instead of it, GGUF only: [n_heads * kv_rank, nope_dim] */
+    QKV_PART_V_B,  /* [n_heads * v_dim, kv_rank] */
     QKV_PART_OUT,
     QKV_PART_OUT_BIAS,
     QKV_PART_ATTN_POST_NORM,

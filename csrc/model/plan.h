@@ -14,6 +14,17 @@ struct qkv_linear_plan {
     struct qkv_buffer *bias[QKV_LINEAR_PARTS]; /* NULL: none */
 };
 
+/* Latent attention: queries, and the row that is cached. */
+struct qkv_latent_plan {
+    struct qkv_linear_plan q_a; /* n 0: q is made of the hidden state */
+    struct qkv_buffer *q_norm;
+    struct qkv_linear_plan q;
+    struct qkv_linear_plan kv;
+    struct qkv_buffer *kv_norm;
+    struct qkv_weight **to_latent; /* [n_heads]: of a query's channels that are not rotated */
+    struct qkv_weight **to_value;  /* [n_heads]: of what attention returns */
+};
+
 /* Every pointer of a norm is f32; NULL where the architecture has none. */
 struct qkv_layer_plan {
     struct qkv_buffer *attn_norm;
@@ -21,6 +32,7 @@ struct qkv_layer_plan {
     struct qkv_buffer *q_norm;
     struct qkv_buffer *k_norm;
     struct qkv_buffer *sinks;
+    struct qkv_latent_plan *latent; /* instead of the three, or NULL */
     struct qkv_linear_plan out;
     struct qkv_buffer *attn_post_norm;
     struct qkv_buffer *mlp_norm;
@@ -54,6 +66,9 @@ struct qkv_model {
     /* Buffers of a step, f32. */
     struct qkv_buffer *x;    /* [max_rows, hidden]: the residual stream */
     struct qkv_buffer *wide; /* [max_rows, max(q + k + v, 2 * ffn)]: q, k, v, then gate and up */
+    struct qkv_buffer *q_latent;      /* of latent attention, or NULL: [max_rows, q_rank] */
+    struct qkv_buffer *latent;        /* [max_rows, head_dim]: what is cached */
+    struct qkv_buffer *absorbed;      /* [max_rows, n_heads * head_dim]: queries in its channels */
     struct qkv_buffer *router_logits; /* [max_rows, n_experts + shared_gate] or NULL */
     struct qkv_buffer *heads;         /* [max_rows, n_heads * head_dim]: what attention returns */
     struct qkv_buffer

@@ -53,7 +53,7 @@ static void scale_yarn(const struct qkv_rope_config *config, int32_t n_pairs, fl
     }
 }
 
-static double yarn_mscale(double factor, double by)
+double qkv_yarn_mscale(double factor, double by)
 {
     return factor <= 1.0 ? 1.0 : 0.1 * by * log(factor) + 1.0;
 }
@@ -64,10 +64,10 @@ static double yarn_attention_factor(const struct qkv_rope_config *config)
         return config->attention_factor;
     }
     if (config->mscale != 0.0 && config->mscale_all_dim != 0.0) {
-        return yarn_mscale(config->factor, config->mscale) /
-               yarn_mscale(config->factor, config->mscale_all_dim);
+        return qkv_yarn_mscale(config->factor, config->mscale) /
+               qkv_yarn_mscale(config->factor, config->mscale_all_dim);
     }
-    return yarn_mscale(config->factor, 1.0);
+    return qkv_yarn_mscale(config->factor, 1.0);
 }
 
 /* LongRoPE (arXiv 2402.13753), attention's factor as transformers derives it. */

@@ -13,4 +13,7 @@ void qkv_rope_frequencies(const struct qkv_rope_config *config, int32_t n_pairs,
 void qkv_rope_long_frequencies(const struct qkv_rope_config *config, int32_t n_pairs,
                                float *inv_freq);
 
+/* YaRN's factor of attention's logits for a stretch by `factor`, 1 where there is none. */
+double qkv_yarn_mscale(double factor, double by);
+
 #endif

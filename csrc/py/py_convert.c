@@ -198,11 +198,13 @@ static int set_numbers(PyObject *dict, const struct qkv_model_config *c)
         const char *name;
         int32_t value;
     } ints[] = {
-        {"n_layers", c->n_layers}, {"hidden", c->hidden},
-        {"n_heads", c->n_heads},   {"n_kv_heads", c->n_kv_heads},
-        {"head_dim", c->head_dim}, {"ffn", c->ffn},
-        {"vocab", c->vocab},       {"max_positions", c->max_positions},
-        {"bos_id", c->bos_id},     {"rope_dim", c->rope_dim},
+        {"n_layers", c->n_layers},   {"hidden", c->hidden},
+        {"n_heads", c->n_heads},     {"n_kv_heads", c->n_kv_heads},
+        {"head_dim", c->head_dim},   {"ffn", c->ffn},
+        {"vocab", c->vocab},         {"max_positions", c->max_positions},
+        {"bos_id", c->bos_id},       {"rope_dim", c->rope_dim},
+        {"kv_rank", c->mla.kv_rank}, {"nope_dim", c->mla.nope_dim},
+        {"value_dim", c->mla.v_dim},
     };
     const struct {
         const char *name;

@@ -32,14 +32,17 @@ struct qkv_attn_call {
     int32_t layer; /* of the KV pool */
     int32_t n_heads;
     int32_t n_kv_heads;
-    int32_t group; /* n_heads / n_kv_heads */
+    int32_t group; /* query heads of a unit: n_heads / n_kv_heads, of a latent layer fewer */
     int32_t k_dim;
     int32_t v_dim;
-    const float *qkv; /* [n_rows, qkv_stride]: q of all heads, k, v of all KV heads */
-    size_t qkv_stride;
+    bool latent;    /* V is K's first v_dim channels; norms are of those, rope turns the others */
+    const float *q; /* [n_rows, q_stride]: of all heads */
+    size_t q_stride;
+    const float *k; /* [n_rows, k_stride]: k of all KV heads, then v unless latent */
+    size_t k_stride;
     float *out; /* [n_rows, out_stride]: all heads */
     size_t out_stride;
-    const float *q_norm; /* [padded k_dim] or NULL */
+    const float *q_norm; /* [padded k_dim] or NULL; of a latent layer k_norm is [v_dim] */
     const float *k_norm;
     float norm_eps;
     const float *rope_cos; /* [n_rows, n_pairs] or NULL */
@@ -77,7 +80,8 @@ struct qkv_attn_work {
     float *l;       /* [R] */
     float *m_part;  /* [R] */
     float *l_part;  /* [R] */
-    void *k_tile;   /* [QKV_ATTN_TILE_PAGES] decoded pages of keys, up to 4 bytes a channel */
+    void *k_tile;   /* [QKV_ATTN_TILE_PAGES] decoded pages of keys, up to 4 bytes a channel; of a
+                       latent layer a segment's, because they are the values, too */
     void *v_tile;
 };
 
@@ -121,7 +125,8 @@ struct qkv_cpu_attn_ops {
     /* Counts |x| of the same keys (or values) of one KV head: histogram [QKV_KV_HISTOGRAM_BINS]. */
     void (*observe)(const struct qkv_attn_call *call, const struct qkv_attn_seq *seq, int32_t head,
                     bool values, const struct qkv_attn_work *work, uint64_t *histogram);
-    /* Queries of tokens [begin, end) that share KV head `head`. At most QKV_ATTN_TOKENS tokens. */
+    /* Queries of tokens [begin, end) that share KV head `head`; of a latent layer, whose one KV
+     * head all share, the query heads from head * group on. At most QKV_ATTN_TOKENS tokens. */
     void (*attend_bf16)(const struct qkv_attn_call *call, const struct qkv_attn_seq *seq,
                         int32_t head, int32_t begin, int32_t end, const struct qkv_attn_work *work);
     void (*attend_f32)(const struct qkv_attn_call *call, const struct qkv_attn_seq *seq,

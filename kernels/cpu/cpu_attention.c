@@ -37,6 +37,7 @@ struct plan {
     size_t n_observed; /* sequences whose pool is */
     size_t n_stores;
     size_t n_attends;
+    int32_t n_groups;   /* of query heads */
     size_t *attend_cut; /* [n_threads + 1]: first unit of each thread */
     size_t n_threads;
     size_t max_rows; /* of a unit */
@@ -79,6 +80,49 @@ static enum qkv_status check_sequence(struct qkv_error *err, const struct qkv_ba
     return QKV_OK;
 }
 
+static enum qkv_status check_floats(struct qkv_error *err, int32_t layer, const char *what,
+                                    const struct qkv_buffer *buffer, size_t n)
+{
+    if (buffer->n_bytes < n * sizeof(float)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "layer %d: %s is too small: %zu bytes, %zu floats needed", layer, what,
+                        buffer->n_bytes, n);
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status check_buffers(struct qkv_error *err, const struct qkv_batch *batch,
+                                     const struct qkv_attention *args,
+                                     const struct qkv_kv_layer *desc)
+{
+    size_t n_rows = (size_t)batch->n_rows;
+    size_t n_heads = (size_t)args->n_heads;
+    size_t k_dim = (size_t)desc->k_dim;
+    size_t v_dim = (size_t)desc->v_dim;
+    size_t kv_dim = desc->latent ? 0 : (size_t)desc->n_kv_heads * (k_dim + v_dim);
+    if (desc->latent != (args->latent != NULL) || (desc->latent && args->q_norm != NULL)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: %s", args->layer,
+                        desc->latent ? "latent, and k is not given alone, or a norm of q"
+                                     : "not latent, and k is given alone");
+    }
+    QKV_TRY(check_floats(err, args->layer, "qkv", args->qkv, n_rows * (n_heads * k_dim + kv_dim)));
+    QKV_TRY(check_floats(err, args->layer, "out", args->out, n_rows * n_heads * v_dim));
+    if (desc->latent) {
+        QKV_TRY(check_floats(err, args->layer, "latent", args->latent, n_rows * k_dim));
+    }
+    size_t n_normed = desc->latent ? v_dim : k_dim;
+    if ((args->q_norm != NULL && args->q_norm->n_bytes < k_dim * sizeof(float)) ||
+        (args->k_norm != NULL && args->k_norm->n_bytes < n_normed * sizeof(float))) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a head norm has fewer than %zu weights",
+                        args->layer, n_normed);
+    }
+    if (args->sinks != NULL && args->sinks->n_bytes < n_heads * sizeof(float)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: fewer than %d sinks", args->layer,
+                        args->n_heads);
+    }
+    return QKV_OK;
+}
+
 /* All lanes of a layer have the same shape; only their formats differ. */
 static enum qkv_status check_call(struct qkv_error *err, const struct qkv_batch *batch,
                                   const struct qkv_attention *args)
@@ -90,7 +134,7 @@ static enum qkv_status check_call(struct qkv_error *err, const struct qkv_batch 
             &batch->lanes[batch->seqs[i].lane]->layers[args->layer].desc;
         first = first == NULL ? desc : first;
         if (desc->n_kv_heads != first->n_kv_heads || desc->k_dim != first->k_dim ||
-            desc->v_dim != first->v_dim) {
+            desc->v_dim != first->v_dim || desc->latent != first->latent) {
             return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: the lanes' KV pools differ in shape",
                             args->layer);
         }
@@ -100,32 +144,13 @@ static enum qkv_status check_call(struct qkv_error *err, const struct qkv_batch 
                         "layer %d: %d heads, must be a multiple of the %d KV heads", args->layer,
                         args->n_heads, first->n_kv_heads);
     }
-    if (args->rope != NULL && 2 * args->rope->n_pairs > first->k_dim) {
+    int32_t turnable = first->k_dim - (first->latent ? first->v_dim : 0);
+    if (args->rope != NULL && 2 * args->rope->n_pairs > turnable) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: rope turns %d channels, the head has %d",
-                        args->layer, 2 * args->rope->n_pairs, first->k_dim);
+                        args->layer, 2 * args->rope->n_pairs, turnable);
     }
-    size_t n_rows = (size_t)batch->n_rows;
-    size_t n_heads = (size_t)args->n_heads;
-    size_t k_dim = (size_t)first->k_dim;
-    size_t v_dim = (size_t)first->v_dim;
-    size_t qkv_dim = n_heads * k_dim + (size_t)first->n_kv_heads * (k_dim + v_dim);
-    if (args->qkv->n_bytes < n_rows * qkv_dim * sizeof(float) ||
-        args->out->n_bytes < n_rows * n_heads * v_dim * sizeof(float)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a buffer is too small for %d rows",
-                        args->layer, batch->n_rows);
-    }
-    if ((args->q_norm != NULL && args->q_norm->n_bytes < k_dim * sizeof(float)) ||
-        (args->k_norm != NULL && args->k_norm->n_bytes < k_dim * sizeof(float))) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a head norm has fewer than %d weights",
-                        args->layer, first->k_dim);
-    }
-    if (args->sinks != NULL && args->sinks->n_bytes < n_heads * sizeof(float)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: fewer than %d sinks", args->layer,
-                        args->n_heads);
-    }
-    return QKV_OK;
+    return check_buffers(err, batch, args, first);
 }
-
 /* ---- the plan ---- */
 
 static int32_t unit_tokens(int32_t group)
@@ -147,6 +172,28 @@ static int32_t next_cut(const struct qkv_attn_seq *seq, int32_t begin, int32_t s
 static size_t n_cuts(const struct qkv_batch_seq *seq, int32_t step)
 {
     return (size_t)((seq->first_pos + seq->n_rows - 1) / step - seq->first_pos / step + 1);
+}
+
+/* How many query heads make a unit: those that share a KV head. Of a latent layer all do, which
+ * would leave one unit for a sequence that decodes: they are cut, into as few as keep the threads
+ * busy, because each unit turns the same keys into values. */
+static void cut_groups(struct plan *plan, const struct qkv_batch *batch)
+{
+    enum { LEAST = 8 };
+    struct qkv_attn_call *call = &plan->call;
+    plan->n_groups = call->n_kv_heads;
+    if (!call->latent) {
+        return;
+    }
+    int32_t n = 1; /* units of a sequence's token */
+    for (int32_t next = 1; next <= call->n_heads && call->n_heads / next >= LEAST; next++) {
+        bool few = plan->n_threads > 1 && (size_t)n * (size_t)batch->n_rows < 4 * plan->n_threads;
+        if (call->n_heads % next == 0 && (call->n_heads / n > QKV_ATTN_ROWS || few)) {
+            n = next;
+        }
+    }
+    plan->n_groups = n;
+    call->group = call->n_heads / n;
 }
 
 /* Keys that a unit reads, times its rows, plus what a unit costs anyway. */
@@ -210,7 +257,7 @@ static void fill_units(struct plan *plan, const struct qkv_batch *batch, int32_t
             plan->stores[n_stores++] = (struct store_unit){i, begin, end};
             begin = end;
         }
-        for (int32_t head = 0; head < plan->call.n_kv_heads; head++) {
+        for (int32_t head = 0; head < plan->n_groups; head++) {
             for (int32_t begin = 0; begin < seq->n_rows;) {
                 int32_t end = next_cut(seq, begin, n_tokens);
                 plan->attends[n_attends++] = (struct attend_unit){i, head, begin, end};
@@ -251,19 +298,20 @@ static void carve_work(struct carver *carver, const struct plan *plan, struct qk
     work->l = carve(carver, rows * sizeof(float));
     work->m_part = carve(carver, rows * sizeof(float));
     work->l_part = carve(carver, rows * sizeof(float));
-    work->k_tile = carve(carver, QKV_ATTN_TILE_PAGES * QKV_PAGE_TOKENS * k_pad * sizeof(float));
+    size_t k_pages = plan->call.latent ? QKV_ATTN_SEGMENT_PAGES : QKV_ATTN_TILE_PAGES;
+    work->k_tile = carve(carver, k_pages * QKV_PAGE_TOKENS * k_pad * sizeof(float));
     work->v_tile = carve(carver, QKV_ATTN_TILE_PAGES * QKV_PAGE_TOKENS * v_pad * sizeof(float));
 }
 
-static float *padded_norm(struct carver *carver, const struct qkv_buffer *norm, int32_t k_dim)
+static float *padded_norm(struct carver *carver, const struct qkv_buffer *norm, int32_t dim)
 {
-    size_t k_pad = qkv_round_up((size_t)k_dim, QKV_ATTN_PAD);
-    float *padded = carve(carver, k_pad * sizeof(float));
+    size_t pad = qkv_round_up((size_t)dim, QKV_ATTN_PAD);
+    float *padded = carve(carver, pad * sizeof(float));
     if (padded == NULL || norm == NULL) {
         return NULL;
     }
-    memset(padded, 0, k_pad * sizeof(float));
-    memcpy(padded, norm->data, (size_t)k_dim * sizeof(float));
+    memset(padded, 0, pad * sizeof(float));
+    memcpy(padded, norm->data, (size_t)dim * sizeof(float));
     return padded;
 }
 
@@ -276,14 +324,15 @@ static void carve_plan(struct carver *carver, struct plan *plan, const struct qk
     for (int32_t i = 0; i < batch->n_seqs; i++) {
         n_stores += n_cuts(&batch->seqs[i], QKV_PAGE_TOKENS);
         n_attends +=
-            n_cuts(&batch->seqs[i], unit_tokens(plan->call.group)) * (size_t)plan->call.n_kv_heads;
+            n_cuts(&batch->seqs[i], unit_tokens(plan->call.group)) * (size_t)plan->n_groups;
     }
     plan->seqs = carve(carver, (size_t)batch->n_seqs * sizeof *plan->seqs);
     plan->stores = carve(carver, n_stores * sizeof *plan->stores);
     plan->attends = carve(carver, n_attends * sizeof *plan->attends);
     plan->attend_cut = carve(carver, (plan->n_threads + 1) * sizeof *plan->attend_cut);
     plan->call.q_norm = padded_norm(carver, args->q_norm, plan->call.k_dim);
-    plan->call.k_norm = padded_norm(carver, args->k_norm, plan->call.k_dim);
+    plan->call.k_norm =
+        padded_norm(carver, args->k_norm, plan->call.latent ? plan->call.v_dim : plan->call.k_dim);
 }
 
 static void fill_call(struct qkv_attn_call *call, const struct qkv_kv_layer *desc,
@@ -292,6 +341,8 @@ static void fill_call(struct qkv_attn_call *call, const struct qkv_kv_layer *des
     size_t n_heads = (size_t)args->n_heads;
     size_t k_dim = (size_t)desc->k_dim;
     size_t v_dim = (size_t)desc->v_dim;
+    size_t stride = n_heads * k_dim + (size_t)desc->n_kv_heads * (k_dim + v_dim);
+    const float *q = args->qkv->data;
     *call = (struct qkv_attn_call){
         .layer = args->layer,
         .n_heads = args->n_heads,
@@ -299,8 +350,11 @@ static void fill_call(struct qkv_attn_call *call, const struct qkv_kv_layer *des
         .group = args->n_heads / desc->n_kv_heads,
         .k_dim = desc->k_dim,
         .v_dim = desc->v_dim,
-        .qkv = args->qkv->data,
-        .qkv_stride = n_heads * k_dim + (size_t)desc->n_kv_heads * (k_dim + v_dim),
+        .latent = desc->latent,
+        .q = q,
+        .q_stride = desc->latent ? n_heads * k_dim : stride,
+        .k = desc->latent ? (const float *)args->latent->data : q + n_heads * k_dim,
+        .k_stride = desc->latent ? k_dim : stride,
         .out = args->out->data,
         .out_stride = n_heads * v_dim,
         .norm_eps = args->norm_eps,
@@ -329,7 +383,8 @@ static void observe(const struct plan *plan, size_t t, const struct qkv_attn_wor
         if (!seq->observed) {
             continue;
         }
-        for (size_t h = t; h < 2 * (size_t)n_heads; h += plan->n_threads) {
+        size_t n_stored = (plan->call.latent ? 1 : 2) * (size_t)n_heads;
+        for (size_t h = t; h < n_stored; h += plan->n_threads) {
             int32_t head = (int32_t)h % n_heads;
             plan->ops->observe(&plan->call, seq, head, (int32_t)h >= n_heads, work,
                                seq->kv->histograms + h * QKV_KV_HISTOGRAM_BINS);
@@ -381,6 +436,7 @@ enum qkv_status qkv_cpu_attention(struct qkv_error *err, struct qkv_device *dev,
         .n_threads = (size_t)qkv_threads_count(dev->threads),
     };
     fill_call(&plan.call, &batch->lanes[batch->seqs[0].lane]->layers[args->layer].desc, args);
+    cut_groups(&plan, batch);
     plan.max_rows = (size_t)(unit_tokens(plan.call.group) * plan.call.group);
 
     struct carver carver = {NULL, 0};

@@ -258,6 +258,7 @@ static const struct qkv_backend cpu_backend = {
     .embed = qkv_cpu_embed,
     .linear = qkv_cpu_linear,
     .moe = qkv_cpu_moe,
+    .head_linear = qkv_cpu_head_linear,
     .attention = qkv_cpu_attention,
     .norm_add = qkv_cpu_norm_add,
     .sample = qkv_cpu_sample,

@@ -25,6 +25,7 @@ enum qkv_cpu_scratch {
     QKV_SCRATCH_LINEAR_X, /* packed activations of cpu_linear.c */
     QKV_SCRATCH_LINEAR_SUM,
     QKV_SCRATCH_LINEAR_Y,
+    QKV_SCRATCH_HEADS,    /* of cpu_head_linear.c: the products */
     QKV_SCRATCH_MOE_PLAN, /* of cpu_moe.c: who goes where, and the products */
     QKV_SCRATCH_MOE_INNER,
     QKV_SCRATCH_MOE_OUT,
@@ -81,6 +82,10 @@ enum qkv_status qkv_cpu_norm_add(struct qkv_error *err, struct qkv_device *dev,
 /* cpu_moe.c */
 enum qkv_status qkv_cpu_moe(struct qkv_error *err, struct qkv_device *dev,
                             const struct qkv_moe *args);
+
+/* cpu_head_linear.c */
+enum qkv_status qkv_cpu_head_linear(struct qkv_error *err, struct qkv_device *dev,
+                                    const struct qkv_head_linear *args);
 
 /* cpu_kv.c: pools and ropes */
 enum qkv_status qkv_cpu_rope_create(struct qkv_error *err, struct qkv_device *dev,

@@ -146,6 +146,37 @@ static enum qkv_status check_shape(struct qkv_error *err, const char *what, int3
     return QKV_OK;
 }
 
+static enum qkv_status check_dims(struct qkv_error *err, const struct qkv_kv_layer *layer)
+{
+    QKV_TRY(check_shape(err, "k_dim", layer->k_dim, MAX_DIM));
+    QKV_TRY(check_shape(err, "v_dim", layer->v_dim, MAX_DIM));
+    int32_t tail = qkv_kv_format_traits(layer->k_format)->tail;
+    tail = tail != 0 ? tail : qkv_kv_format_traits(layer->v_format)->tail;
+    if (tail != 0 && (!layer->latent || layer->k_dim - layer->v_dim != tail)) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "KV layer: fp8_ds_mla is for latent attention with %d rotated channels, "
+                        "here %s %d",
+                        tail, layer->latent ? "there are" : "a head has",
+                        layer->latent ? layer->k_dim - layer->v_dim : layer->k_dim);
+    }
+    if (!layer->latent) {
+        return QKV_OK;
+    }
+    if (layer->n_kv_heads != 1 || layer->v_dim > layer->k_dim || layer->v_dim % QKV_ATTN_PAD != 0) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "KV layer: %d heads, values in the first %d of %d channels: must be 1, and "
+                        "a multiple of %d",
+                        layer->n_kv_heads, layer->v_dim, layer->k_dim, QKV_ATTN_PAD);
+    }
+    if (layer->k_format != layer->v_format) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "KV layer: one row is both K and V, which cannot be %s and %s",
+                        qkv_kv_format_traits(layer->k_format)->name,
+                        qkv_kv_format_traits(layer->v_format)->name);
+    }
+    return QKV_OK;
+}
+
 enum qkv_status qkv_cpu_kv_supports(struct qkv_error *err, const struct qkv_device *dev,
                                     const struct qkv_support_query *query)
 {
@@ -154,8 +185,12 @@ enum qkv_status qkv_cpu_kv_supports(struct qkv_error *err, const struct qkv_devi
     }
     QKV_TRY(check_format(err, dev, "keys", query->k_format));
     QKV_TRY(check_format(err, dev, "values", query->v_format));
-    QKV_TRY(check_shape(err, "k_dim", query->k_dim, MAX_DIM));
-    return check_shape(err, "v_dim", query->v_dim, MAX_DIM);
+    return check_dims(err, &(struct qkv_kv_layer){.n_kv_heads = 1,
+                                                  .k_dim = query->k_dim,
+                                                  .v_dim = query->v_dim,
+                                                  .k_format = query->k_format,
+                                                  .v_format = query->v_format,
+                                                  .latent = query->latent});
 }
 
 static size_t layer_k_bytes(const struct qkv_kv *kv, const struct qkv_cpu_kv_layer *layer)
@@ -175,15 +210,15 @@ static enum qkv_status layer_create(struct qkv_error *err, struct qkv_device *de
     QKV_TRY(check_format(err, dev, "keys", desc->k_format));
     QKV_TRY(check_format(err, dev, "values", desc->v_format));
     QKV_TRY(check_shape(err, "n_kv_heads", desc->n_kv_heads, MAX_HEADS));
-    QKV_TRY(check_shape(err, "k_dim", desc->k_dim, MAX_DIM));
-    QKV_TRY(check_shape(err, "v_dim", desc->v_dim, MAX_DIM));
+    QKV_TRY(check_dims(err, desc));
     size_t n_heads = (size_t)desc->n_kv_heads;
     layer->desc = *desc;
     layer->n_pages = kv->n_pages;
     layer->k_pad = (int32_t)qkv_round_up((size_t)desc->k_dim, QKV_ATTN_PAD);
     layer->v_pad = (int32_t)qkv_round_up((size_t)desc->v_dim, QKV_ATTN_PAD);
     layer->k_page_bytes = QKV_PAGE_TOKENS * qkv_kv_row_bytes(desc->k_format, layer->k_pad);
-    layer->v_page_bytes = QKV_PAGE_TOKENS * qkv_kv_row_bytes(desc->v_format, layer->v_pad);
+    layer->v_page_bytes =
+        desc->latent ? 0 : QKV_PAGE_TOKENS * qkv_kv_row_bytes(desc->v_format, layer->v_pad);
     uint64_t total = 0;
     if (!qkv_mul_size(n_heads * (layer->k_page_bytes + layer->v_page_bytes), (uint64_t)kv->n_pages,
                       &total) ||
@@ -201,8 +236,9 @@ static enum qkv_status layer_create(struct qkv_error *err, struct qkv_device *de
     }
     QKV_TRY(dev->allocator.alloc(err, dev->allocator.ctx, layer_k_bytes(kv, layer),
                                  (void **)&layer->k));
-    return dev->allocator.alloc(err, dev->allocator.ctx, layer_v_bytes(kv, layer),
-                                (void **)&layer->v);
+    return desc->latent ? QKV_OK
+                        : dev->allocator.alloc(err, dev->allocator.ctx, layer_v_bytes(kv, layer),
+                                               (void **)&layer->v);
 }
 
 enum qkv_status qkv_cpu_kv_create(struct qkv_error *err, struct qkv_device *dev,
@@ -281,6 +317,11 @@ enum qkv_status qkv_cpu_kv_set_scales(struct qkv_error *err, struct qkv_device *
     int32_t n = to->desc.n_kv_heads;
     QKV_TRY(qkv_check_kv_scales(err, layer, "k_scale", to->desc.k_format, k_scale, n));
     QKV_TRY(qkv_check_kv_scales(err, layer, "v_scale", to->desc.v_format, v_scale, n));
+    if (to->desc.latent && k_scale[0] != v_scale[0]) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "layer %d: k_scale %g and v_scale %g of one row, must be equal", layer,
+                        (double)k_scale[0], (double)v_scale[0]);
+    }
     memcpy(to->k_scale, k_scale, (size_t)n * sizeof(float));
     memcpy(to->v_scale, v_scale, (size_t)n * sizeof(float));
     return QKV_OK;
@@ -385,8 +426,10 @@ enum qkv_status qkv_cpu_kv_zero(struct qkv_error *err, struct qkv_device *dev, s
             for (int32_t i = 0; i < n_pages; i++) {
                 memset(layer->k + qkv_cpu_kv_k_offset(layer, pages[i], head), 0,
                        layer->k_page_bytes);
-                memset(layer->v + qkv_cpu_kv_v_offset(layer, pages[i], head), 0,
-                       layer->v_page_bytes);
+                if (layer->v != NULL) {
+                    memset(layer->v + qkv_cpu_kv_v_offset(layer, pages[i], head), 0,
+                           layer->v_page_bytes);
+                }
             }
         }
     }

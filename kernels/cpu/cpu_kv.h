@@ -24,7 +24,7 @@ struct qkv_cpu_kv_layer {
     size_t k_page_bytes; /* of one page of one head */
     size_t v_page_bytes;
     uint8_t *k;
-    uint8_t *v;
+    uint8_t *v;     /* NULL: of a latent layer */
     float *k_scale; /* [n_kv_heads] */
     float *v_scale;
     struct qkv_kv_counts *counts; /* [n_threads, 2 * n_kv_heads]: of K, then of V */

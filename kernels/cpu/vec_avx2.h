@@ -268,6 +268,30 @@ static inline vc vc_e2m1_times(const uint8_t *p, vf even, vf odd)
     vc a = vc_e2m1(p);
     return vc_pack(vf_mul(vc_even(a), even), vf_mul(vc_odd(a), odd));
 }
+static inline void vc_turn(const uint32_t *from, uint32_t *to, size_t step)
+{
+    const __m256i swap = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0,
+                                          1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    for (size_t i = 0; i < 4; i++) { /* blocks of 8 tokens and 4 pairs of channels */
+        const uint32_t *at = from + i / 2 * 64 + i % 2 * 8;
+        uint32_t *out = to + i % 2 * 4 * step + i / 2 * 8;
+        __m256i r[4];
+        for (size_t c = 0; c < 4; c++) {
+            const __m256i *row = (const __m256i *)(const void *)(at + c * 16);
+            r[c] = _mm256_shuffle_epi8(_mm256_loadu_si256(row), swap);
+        }
+        __m256i a = _mm256_unpacklo_epi64(r[0], r[1]);
+        __m256i b = _mm256_unpackhi_epi64(r[0], r[1]);
+        __m256i c = _mm256_unpacklo_epi64(r[2], r[3]);
+        __m256i d = _mm256_unpackhi_epi64(r[2], r[3]);
+        __m256i rows[4] = {
+            _mm256_permute2x128_si256(a, c, 0x20), _mm256_permute2x128_si256(b, d, 0x20),
+            _mm256_permute2x128_si256(a, c, 0x31), _mm256_permute2x128_si256(b, d, 0x31)};
+        for (size_t t = 0; t < 4; t++) {
+            _mm256_storeu_si256((__m256i *)(void *)(out + t * step), rows[t]);
+        }
+    }
+}
 static inline vf vf_load_e4m3(const uint8_t *p)
 {
     __m256i w = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));

@@ -223,6 +223,19 @@ static inline void vc_store(uint16_t *p, vc a)
     p[0] = (uint16_t)a;
     p[1] = (uint16_t)(a >> 16);
 }
+/* Eight pairs of channels of 16 tokens, cells [8][16] of (channel, channel), as 16 channels of
+ * pairs of tokens, cells [8][16] of (token, token): row i to to + i * step. */
+static inline void vc_turn(const uint32_t *from, uint32_t *to, size_t step)
+{
+    for (size_t t = 0; t < 8; t++) {
+        for (size_t c = 0; c < 8; c++) {
+            uint32_t first = from[c * 16 + 2 * t];
+            uint32_t second = from[c * 16 + 2 * t + 1];
+            to[t * step + 2 * c] = (first & 0xffffu) | second << 16;
+            to[t * step + 2 * c + 1] = first >> 16 | (second & 0xffff0000u);
+        }
+    }
+}
 /* Two e2m1 codes times a factor each, where that is exact in bf16. */
 static inline vc vc_e2m1_times(const uint8_t *p, vf even, vf odd)
 {

@@ -53,6 +53,7 @@ static const struct qkv_backend table = {
     qkv_cuda_embed,
     qkv_cuda_linear,
     qkv_cuda_moe,
+    nullptr, /* head_linear: models with latent layers are refused */
     qkv_cuda_attention,
     qkv_cuda_norm_add,
     qkv_cuda_sample,
@@ -60,7 +61,7 @@ static const struct qkv_backend table = {
     qkv_cuda_divergence,
     qkv_cuda_sync,
 };
-static_assert(sizeof table == (2 + 32) * sizeof(void *), "backend.h has another function");
+static_assert(sizeof table == (2 + 33) * sizeof(void *), "backend.h has another function");
 
 extern "C" __attribute__((visibility("default"))) const struct qkv_backend *qkv_cuda_backend(void)
 {

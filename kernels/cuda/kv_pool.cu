@@ -34,10 +34,10 @@ static enum qkv_status check_format(struct qkv_error *err, const char *what,
         return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: KV format number %d, at most %d", what,
                         (int)format, QKV_KV_FORMAT_COUNT - 1);
     }
-    if (format == QKV_KV_F32) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "%s: the CUDA backend has no KV format %s, the reference arithmetic's",
-                        what, qkv_kv_format_traits(format)->name);
+    if (format == QKV_KV_F32 || format == QKV_KV_FP8_DS_MLA) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "%s: the CUDA backend has no KV format %s, %s",
+                        what, qkv_kv_format_traits(format)->name,
+                        format == QKV_KV_F32 ? "the reference arithmetic's" : "latent attention's");
     }
     return QKV_OK;
 }
@@ -147,6 +147,10 @@ static enum qkv_status create_layers(struct qkv_error *err, struct qkv_device *d
         const struct qkv_kv_layer *from = &desc->layers[i];
         struct qkv_cuda_kv_layer *layer = &kv->layers[i];
         QKV_TRY(check_layer_desc(err, from->k_format, from->v_format, from->k_dim, from->v_dim));
+        if (from->latent) {
+            return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                            "KV layer: the CUDA backend has no latent ones");
+        }
         QKV_TRY(check_shape(err, "n_kv_heads", from->n_kv_heads, MAX_HEADS, QKV_ERR_ARGUMENT));
         layer->n_kv_heads = from->n_kv_heads;
         QKV_TRY(

@@ -352,11 +352,13 @@ def calibrate(
     with _bf16_engine(model, engine_options) as (engine, lane):
         histogram, counts, n_prompts = _observe(engine, lane, prompts, params, progress)
         model_type = engine._model_types[0] if engine._model_types else None
-        head_dim = int(engine.info["config"]["head_dim"])
+        config = engine.info["config"]
+    if config["kv_rank"]:  # latent attention: K's row is V's, too
+        histogram[:, 1], counts["amax"][:, 1] = histogram[:, 0], counts["amax"][:, 0]
     layers, rows = find_scales(
         histogram, counts["amax"], kv_cache_dtype, per=per, method=method, shared=plain
     )
-    n_tokens = int(counts["n_values"][0, 0, 0]) // head_dim
+    n_tokens = int(counts["n_values"][0, 0, 0]) // int(config["head_dim"])
     scales = Scales(
         kv_cache_dtype=kv_cache_dtype,
         model_type=model_type,

@@ -176,6 +176,7 @@ class Engine:
             carried=carried,
             query_dtype=query_dtype,
             own=side_files,
+            latent=bool(config["kv_rank"]),
         )
         length = max_model_len or int(config["max_positions"])
         self._kv_tokens = options.pool_tokens(

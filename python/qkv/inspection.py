@@ -106,6 +106,8 @@ class Inspection:
         if self.config:
             config = self.config
             heads = f"{config['n_heads']} heads, {config['n_kv_heads']} for K and V"
+            if config["kv_rank"]:
+                heads = f"{config['n_heads']} heads, one latent row for K and V"
             rows += [
                 ("architecture", str(config["arch"])),
                 ("layers", f"{config['n_layers']}, hidden {config['hidden']}, ffn {config['ffn']}"),

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -33,6 +33,7 @@ _UNSCALED = {
     "float32": "float32 cache",
     "mxfp8": "block exponents only",
     "fp4_mx_block16": "block exponents only",
+    "fp8_ds_mla": "block scales only",
 }
 
 # The side file's names of the formats: torch's, and our own for what torch has none.
@@ -412,8 +413,15 @@ class _Resolver:
     """Of one lane."""
 
     def __init__(
-        self, file: SideFile | None, carried: Carried, n_kv_heads: int, query_dtype: str, unit: bool
+        self,
+        file: SideFile | None,
+        carried: Carried,
+        n_kv_heads: int,
+        query_dtype: str,
+        unit: bool,
+        latent: bool,
     ) -> None:
+        self._latent = latent
         self._file = file
         self._n_kv_heads = n_kv_heads
         self._query_dtype = query_dtype
@@ -426,13 +434,25 @@ class _Resolver:
         values = np.ones((len(lane.layers), 2, self._n_kv_heads), np.float32)
         rows: list[KvScale] = []
         for layer, pair in enumerate(lane.layers):
-            for half, kind in enumerate("kv"):
-                found = self._half(lane.name, layer, kind, pair[half])
+            halves = [self._half(lane.name, layer, kind, pair[i]) for i, kind in enumerate("kv")]
+            if self._latent:
+                halves[1] = [self._of_one_row(halves[0][0], halves[1][0]), *halves[1][1:]]
+            for half, found in enumerate(halves):
                 rows += found
                 if found[0].applied:
                     values[layer, half] = found[0].values
             rows += self._listed(lane.name, layer, "/".join(dict.fromkeys(pair)))
         return values, rows
+
+    @staticmethod
+    def _of_one_row(k: KvScale, v: KvScale) -> KvScale:
+        """V's row in latent attention, where K and V are one stored row."""
+        if v.applied and v.source != "default 1.0" and v.values != k.values:
+            raise _core.CheckpointError(
+                f"layer {k.layer}: K and V are one row in latent attention, but their scales are "
+                f"{k.value} ({k.source}) and {v.value} ({v.source})"
+            )
+        return replace(k, kind="v")
 
     def _half(self, lane: str, layer: int, kind: str, kv_format: str) -> list[KvScale]:
         """The row of K or V in use, then those that are not."""
@@ -494,10 +514,12 @@ def resolve(
     carried: Carried,
     query_dtype: str = "bf16",
     own: Mapping[str, SideFile] | None = None,
+    latent: bool = False,
 ) -> Resolved:
     """Scales of every lane, by precedence: its own file or 1.0 (`Lane.scales`; `own`: by path),
     file, checkpoint, 1.0. CheckpointError if there is a file for another format than the lanes'
-    with a scale; where they have none, the file's are listed as not applied."""
+    with a scale; where they have none, the file's are listed as not applied. latent: K's are V's,
+    too."""
     _check_file(file, [lane for lane in lanes if lane.scales is None])
     done = []
     for lane in lanes:
@@ -506,7 +528,7 @@ def resolve(
             lane_file = (own or {})[lane.scales]
             _check_file(lane_file, [lane])
         unit = lane.scales == 1.0
-        done.append(_Resolver(lane_file, carried, n_kv_heads, query_dtype, unit).lane(lane))
+        done.append(_Resolver(lane_file, carried, n_kv_heads, query_dtype, unit, latent).lane(lane))
     rows = [row for _, lane_rows in done for row in lane_rows]
     return Resolved(
         np.stack([values for values, _ in done]), rows, None if file is None else file.source

@@ -254,7 +254,9 @@ def token_bytes(config: Mapping[str, Any], lanes_: Sequence[Lane]) -> int:
     """Bytes of one token over all layers and lanes (design of the pool: no gaps)."""
     dim = config["head_dim"]
     rows = {name: row_bytes(name, dim) for name, _ in _core.kv_formats()}
-    per_head = sum(rows[k] + rows[v] for lane in lanes_ for k, v in lane.layers)
+    is_latent = bool(config.get("kv_rank"))  # then K's row is V's, too
+    values = {name: 0 if is_latent else n_bytes for name, n_bytes in rows.items()}
+    per_head = sum(rows[k] + values[v] for lane in lanes_ for k, v in lane.layers)
     return int(config["n_kv_heads"]) * per_head
 
 
@@ -266,19 +268,27 @@ def packed_bytes(
     taken: Collection[str] = (),
     target: str = "",
     shapes: Mapping[str, tuple[int, int]] | None = None,
+    heads: tuple[int, int, int] | None = None,
 ) -> int:
     """Bytes of a checkpoint's tensors in the CPU backend; as in the file where it has no such
     weight (which loading then refuses). `forms`: of the described weights (in that compute_dtype),
     `shapes` theirs, and `taken` the tensors that they are made of. `target`: what matrices are
-    quantized to while loading, as _core.Engine's `online` says it."""
+    quantized to while loading, as _core.Engine's `online` says it. `heads`: of latent attention,
+    their number, channels of their keys that are not rotated, and of their values."""
     float32 = compute_dtype == "float32"
     total = 0
     for weight, form in (forms or {}).items():
         shape = (shapes or {}).get(weight)
+        if heads and shape and _is_by_head(weight):
+            total += _by_head("F32", shape, heads, float32)
+            continue
         made = None if shape is None else _made(weight, target, shape, float32)
         total += int(form["bytes"]) if made is None else made
     for tensor, fmt, dims, n_bytes in tensors:
         if tensor in taken:
+            continue
+        if heads and _is_by_head(tensor):
+            total += _by_head("BF16" if fmt == "BF16" else "F32", dims, heads, float32)
             continue
         made = _made(tensor, target, dims, float32)
         try:
@@ -286,6 +296,20 @@ def packed_bytes(
         except ValueError:
             total += n_bytes
     return total
+
+
+def _is_by_head(weight: str) -> bool:
+    """Of latent attention, what is packed from values, a matrix for each head."""
+    parts = (["kv_b_proj"], ["attn_kv_b"], ["attn_k_b"], ["attn_v_b"])
+    return weight.split(".")[-2:-1] in parts
+
+
+def _by_head(fmt: str, shape: tuple[int, ...], heads: tuple[int, int, int], float32: bool) -> int:
+    n_heads, nope, v_dim = heads
+    if len(shape) == 3:
+        return _packed(fmt, shape, float32)
+    rank = shape[-1]
+    return n_heads * (_packed(fmt, (rank, nope), float32) + _packed(fmt, (v_dim, rank), float32))
 
 
 def is_end(weight: str) -> bool:

@@ -29,7 +29,7 @@ KV_DTYPES = ("bf16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "nvfp4", "fp4_mx_block16")
 
 #: FlashMLA's row: e4m3 codes, a float32 scale for each 128 of them, the rope part in bf16.
 DS_MLA = "fp8_ds_mla"
-_DS_MLA_GROUP = 128
+_DS_MLA_ROPE = 64
 
 #: Bytes per weight of a quantized linear layer, scales included, where the method's name says it.
 #: Embeddings, lm_head and norms keep 2 bytes.
@@ -62,10 +62,11 @@ class KvShape:
         """Bytes of a token in a layer, scales stored with the codes included."""
         n_heads, k_dim, v_dim = self.layers[layer]
         if DS_MLA in (k_format, v_format):
-            if not self.latent:
-                raise ValueError(f"kv_cache_dtype {DS_MLA!r} is for models with MLA only")
-            codes = k_dim - self.rope_dim
-            return codes + 4 * math.ceil(codes / _DS_MLA_GROUP) + 2 * self.rope_dim
+            if self.rope_dim != _DS_MLA_ROPE:
+                raise ValueError(
+                    f"kv_cache_dtype {DS_MLA!r} is for models with MLA only, and for "
+                    f"{_DS_MLA_ROPE} rotated channels"
+                )
         return n_heads * (options.row_bytes(k_format, k_dim) + options.row_bytes(v_format, v_dim))
 
     def bytes_per_token(self, kv_dtype: str | options.KvLayers) -> int:
@@ -571,7 +572,7 @@ def _notes(shape: KvShape, n_tokens: int) -> list[str]:
 
 
 def _lanes(kv_cache_dtypes: Any, shape: KvShape) -> dict[str, options.KvLayers]:
-    """Formats by layer under the names of the lanes; what Engine takes, and fp8_ds_mla."""
+    """Formats by layer under the names of the lanes; what Engine takes."""
     n_layers = len(shape.layers)
     if isinstance(kv_cache_dtypes, (str, Mapping)):
         kv_cache_dtypes = [kv_cache_dtypes]
@@ -579,9 +580,6 @@ def _lanes(kv_cache_dtypes: Any, shape: KvShape) -> dict[str, options.KvLayers]:
         raise TypeError(f"kv_cache_dtypes={kv_cache_dtypes!r:.60}: a list of formats is needed")
     found: dict[str, options.KvLayers] = {}
     for given in kv_cache_dtypes:
-        if given == DS_MLA:
-            found[DS_MLA] = _by_layer(DS_MLA, n_layers)
-            continue
         if given == "auto":
             raise ValueError("kv_cache_dtypes: 'auto' names no format, a plan needs one")
         lane = options.lanes(given, n_layers, compute_dtype="bf16", declared="")[0]
@@ -677,7 +675,7 @@ def plan(
             weights_from = "config"
         weights_gib = n_bytes / GIB
     pool_gib = room_gib(memory_gib, weights_gib, mem_fraction)
-    if kv_cache_dtypes is KV_DTYPES and source.shape.latent:
+    if kv_cache_dtypes is KV_DTYPES and source.shape.rope_dim == _DS_MLA_ROPE:
         kv_cache_dtypes = (*KV_DTYPES, DS_MLA)
     bytes_per_token = kv_bytes(kv_cache_dtypes, source.shape)
     tokens = {

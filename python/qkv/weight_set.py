@@ -75,8 +75,18 @@ def read(
         taken=detected.taken,
         target=found.target,
         shapes=detected.shapes,
+        heads=_heads(checkpoint),
     )
     return replace(found, n_bytes=n_bytes)
+
+
+def _heads(checkpoint: Checkpoint) -> tuple[int, int, int] | None:
+    try:
+        config = checkpoint.model_config()
+    except Error:  # which loading says
+        return None
+    sizes = config["n_heads"], config["nope_dim"], config["value_dim"]
+    return (int(sizes[0]), int(sizes[1]), int(sizes[2])) if config["kv_rank"] else None
 
 
 def for_prompts(

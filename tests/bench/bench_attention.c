@@ -186,8 +186,8 @@ static void open_shape(struct bench *b, const struct shape *shape)
     try(b->be->upload(&err, b->dev, b->qkv, 0, x, n_floats * sizeof *x), &err);
     free(x);
     for (int f = 0; f < N_FORMATS; f++) {
-        struct qkv_kv_layer layer = {shape->n_kv_heads, shape->dim, shape->dim, FORMATS[f],
-                                     FORMATS[f]};
+        struct qkv_kv_layer layer = {shape->n_kv_heads, shape->dim, shape->dim,
+                                     FORMATS[f],        FORMATS[f], false};
         struct qkv_kv_desc desc = {&layer, 1, b->n_seqs * N_PAGES};
         try(b->be->kv_create(&err, b->dev, &desc, &b->kv[f]), &err);
         fill_pool(b, b->kv[f]);

@@ -291,7 +291,7 @@ enum { SEQS = 32, CONTEXT = 4096, HEADS = 32, KV_HEADS = 8, DIM = 128 };
 static void bench_attention(enum qkv_kv_format format, double bandwidth)
 {
     const int32_t n_pages = CONTEXT / QKV_PAGE_TOKENS;
-    struct qkv_kv_layer layer = {KV_HEADS, DIM, DIM, format, format};
+    struct qkv_kv_layer layer = {KV_HEADS, DIM, DIM, format, format, false};
     struct qkv_kv_desc desc = {&layer, 1, SEQS * n_pages};
     struct qkv_kv *kv = NULL;
     std::vector<int32_t> pages((size_t)(SEQS * n_pages));

@@ -167,7 +167,8 @@ static void machine_open(struct machine *m, const struct shape *s, const struct 
     struct qkv_device_options options = {
         .n_threads = setup->n_threads, .compute = setup->compute, .isa = kernel_isa(setup->isa)};
     CHECK_OK(m->be->open(&err, &options, &m->dev), err);
-    struct qkv_kv_layer layer = {s->n_kv_heads, s->k_dim, s->v_dim, setup->format, setup->format};
+    struct qkv_kv_layer layer = {s->n_kv_heads, s->k_dim,      s->v_dim,
+                                 setup->format, setup->format, false};
     struct qkv_kv_layer layers[2] = {layer, layer};
     struct qkv_kv_desc desc = {layers, 2, MAX_PAGES};
     CHECK_OK(m->be->kv_create(&err, m->dev, &desc, &m->kv), err);
@@ -666,7 +667,8 @@ static void test_lanes(void)
         run(s, &setup, &alone, 1);
     }
     machine_open(&m, s, &setup, 2 * N);
-    struct qkv_kv_layer layer = {s->n_kv_heads, s->k_dim, s->v_dim, QKV_KV_BF16, QKV_KV_BF16};
+    struct qkv_kv_layer layer = {s->n_kv_heads, s->k_dim,    s->v_dim,
+                                 QKV_KV_BF16,   QKV_KV_BF16, false};
     struct qkv_kv_layer layers[2] = {layer, layer};
     struct qkv_kv_desc desc = {layers, 2, 2};
     lanes[0] = m.kv;

@@ -109,7 +109,7 @@ static struct qkv_kv *new_pool(const struct machine *m, const struct shape *s, s
 {
     struct qkv_error err;
     struct qkv_kv *kv = NULL;
-    struct qkv_kv_layer layer = {N_KV_HEADS, s->k_dim, s->v_dim, pair.k, pair.v};
+    struct qkv_kv_layer layer = {N_KV_HEADS, s->k_dim, s->v_dim, pair.k, pair.v, false};
     struct qkv_kv_layer layers[N_LAYERS] = {layer, layer, layer};
     struct qkv_kv_desc desc = {layers, N_LAYERS, N_PAGES};
     CHECK_OK(m->be->kv_create(&err, m->dev, &desc, &kv), err);

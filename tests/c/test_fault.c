@@ -59,7 +59,7 @@ static void machine_close(struct machine *m)
 
 static struct qkv_kv *new_pool(const struct machine *m, enum qkv_kv_format k, enum qkv_kv_format v)
 {
-    struct qkv_kv_layer layer = {N_KV_HEADS, K_DIM, V_DIM, k, v};
+    struct qkv_kv_layer layer = {N_KV_HEADS, K_DIM, V_DIM, k, v, false};
     struct qkv_kv_layer layers[N_LAYERS] = {layer, layer};
     struct qkv_kv_desc desc = {layers, N_LAYERS, 2};
     struct qkv_kv *kv = NULL;
@@ -220,7 +220,7 @@ static void test_bad_specs(void)
 static void check_refused(const char *fault, const char *words)
 {
     struct machine m = machine_open(fault, QKV_ROPE_HALVES);
-    struct qkv_kv_layer layer = {N_KV_HEADS, K_DIM, V_DIM, QKV_KV_E4M3, QKV_KV_E4M3};
+    struct qkv_kv_layer layer = {N_KV_HEADS, K_DIM, V_DIM, QKV_KV_E4M3, QKV_KV_E4M3, false};
     struct qkv_kv_layer layers[N_LAYERS] = {layer, layer};
     struct qkv_kv_desc desc = {layers, N_LAYERS, 2};
     struct qkv_kv *kv = NULL;

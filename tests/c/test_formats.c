@@ -58,6 +58,9 @@ static void test_kv_formats(void)
     CHECK_EQ_INT(qkv_kv_row_bytes(QKV_KV_NVFP4, 128), 64 + 8);
     CHECK_EQ_INT(qkv_kv_row_bytes(QKV_KV_FP4_MX16, 64), 32 + 4);
     CHECK_EQ_INT(qkv_kv_row_bytes(QKV_KV_MXFP8, 80), 80 + 3); /* the last block is not full */
+    CHECK_EQ_INT(qkv_kv_row_bytes(QKV_KV_FP8_DS_MLA, 576), 512 + 4 * 4 + 64 * 2); /* FlashMLA's */
+    CHECK_EQ_INT(qkv_kv_row_bytes(QKV_KV_FP4_MX16, 576), 324);
+    CHECK_EQ_INT(qkv_kv_row_bytes(QKV_KV_FP8_DS_MLA, 64), 128); /* all tail */
 }
 
 /* Published: Qwen3-8B has 147,456 bytes per token in bf16 and 73,728 in FP8, Qwen3-30B-A3B 98,304
@@ -66,7 +69,7 @@ static void test_kv_token_bytes(void)
 {
     struct qkv_kv_layer layers[48];
     for (int i = 0; i < 48; i++) {
-        layers[i] = (struct qkv_kv_layer){8, 128, 128, QKV_KV_BF16, QKV_KV_BF16};
+        layers[i] = (struct qkv_kv_layer){8, 128, 128, QKV_KV_BF16, QKV_KV_BF16, false};
     }
     CHECK_EQ_INT(qkv_kv_token_bytes(layers, 36), 147456);
     for (int i = 0; i < 48; i++) {
@@ -80,4 +83,24 @@ static void test_kv_token_bytes(void)
     CHECK_EQ_INT(qkv_kv_token_bytes(layers, 0), 0);
 }
 
-CHECK_MAIN(test_rows_are_sound, test_lookups, test_kv_formats, test_kv_token_bytes)
+/* Kimi K2's: 61 layers of 512 + 64 channels, once for K and V. */
+static void test_latent_token_bytes(void)
+{
+    struct qkv_kv_layer layers[61];
+    const struct {
+        enum qkv_kv_format format;
+        int32_t n_bytes;
+    } cases[] = {{QKV_KV_BF16, 70272},
+                 {QKV_KV_E4M3, 35136},
+                 {QKV_KV_FP8_DS_MLA, 61 * 656},
+                 {QKV_KV_FP4_MX16, 61 * 324}};
+    for (size_t c = 0; c < sizeof cases / sizeof cases[0]; c++) {
+        for (int i = 0; i < 61; i++) {
+            layers[i] = (struct qkv_kv_layer){1, 576, 512, cases[c].format, cases[c].format, true};
+        }
+        CHECK_EQ_INT(qkv_kv_token_bytes(layers, 61), cases[c].n_bytes);
+    }
+}
+
+CHECK_MAIN(test_rows_are_sound, test_lookups, test_kv_formats, test_kv_token_bytes,
+           test_latent_token_bytes)

@@ -151,7 +151,7 @@ static void run_layer(const struct qkv_backend *be, struct outcome *out)
     struct qkv_rope_desc rope_desc = {8, inv_freq, 1, QKV_ROPE_HALVES, NULL};
     struct qkv_rope *rope = NULL;
     CHECK_OK(be->rope_create(&err, dev, &rope_desc, &rope), err);
-    struct qkv_kv_layer layer = {1, 16, 16, QKV_KV_E4M3, QKV_KV_NVFP4};
+    struct qkv_kv_layer layer = {1, 16, 16, QKV_KV_E4M3, QKV_KV_NVFP4, false};
     struct qkv_kv_desc kv_desc = {&layer, 1, 2};
     struct qkv_kv *kv = NULL;
     CHECK_OK(be->kv_create(&err, dev, &kv_desc, &kv), err);

@@ -6,6 +6,7 @@
 #include <math.h>
 #include <stdbool.h>
 
+#include "base/half.h"
 #include "base/philox.h"
 #include "check.h"
 
@@ -629,7 +630,7 @@ static void test_short_blocks(void)
 /* Bytes per token of the published models (48 layers of 4 heads of 128). */
 static void test_token_bytes(void)
 {
-    struct qkv_kv_layer layer = {4, 128, 128, QKV_KV_BF16, QKV_KV_BF16};
+    struct qkv_kv_layer layer = {4, 128, 128, QKV_KV_BF16, QKV_KV_BF16, false};
     CHECK_EQ_INT(48 * qkv_kv_token_bytes(&layer, 1), 98304);
     layer.k_format = layer.v_format = QKV_KV_E4M3;
     CHECK_EQ_INT(48 * qkv_kv_token_bytes(&layer, 1), 49152);
@@ -645,8 +646,48 @@ static void test_token_bytes(void)
     CHECK_EQ_INT(qkv_kv_format_from_name("mxfp4"), QKV_KV_FORMAT_COUNT);
 }
 
+/* FlashMLA's row: blocks of 128 codes with an fp32 scale, 64 channels in bf16. A block that is all
+ * zero must not be divided by zero, one with an infinity be read as finite, and a NaN be kept. */
+static void test_ds_mla(void)
+{
+    enum { BLOCK = 128, N_CODED = 3 * BLOCK + 32, DIM = N_CODED + 64 };
+    float x[DIM] = {0};
+    float out[DIM];
+    float scales[4];
+    uint8_t codes[N_CODED + 2 * 64];
+    struct qkv_kv_row_loss loss;
+    for (int i = 0; i < BLOCK; i++) {
+        x[i] = 3.5f * (float)(i - 64) / 64.0f;
+    }
+    x[BLOCK] = -INFINITY;
+    x[3 * BLOCK] = NAN;
+    for (int i = N_CODED; i < DIM; i++) {
+        x[i] = 1.0f + (float)i * 0x1p-9f;
+    }
+    CHECK_EQ_INT(qkv_kv_n_blocks(QKV_KV_FP8_DS_MLA, DIM), 4);
+    CHECK_EQ_INT(qkv_kv_code_bytes(QKV_KV_FP8_DS_MLA, DIM), sizeof codes);
+    qkv_kv_encode_row(QKV_KV_FP8_DS_MLA, x, DIM, 1.0f, codes, (uint8_t *)scales, &loss);
+    qkv_kv_decode_row(QKV_KV_FP8_DS_MLA, codes, (const uint8_t *)scales, DIM, out);
+    CHECK_EQ_FLOAT(scales[0], 3.5f / 448.0f);
+    CHECK_EQ_FLOAT(out[0], -3.5f);
+    CHECK_EQ_FLOAT(out[64], 0.0f);
+    for (int i = 0; i < BLOCK; i++) {
+        CHECK(fabsf(out[i] - x[i]) <= fabsf(x[i]) * 0x1.2p-4f + scales[0] * 0x1p-10f);
+        CHECK_EQ_FLOAT(out[i], qkv_bf16_to_f32(qkv_bf16_from_f32(out[i])));
+    }
+    CHECK_EQ_FLOAT(out[BLOCK], -0x1.fep127f);
+    CHECK_EQ_FLOAT(scales[2], FLT_MIN);
+    CHECK_EQ_FLOAT(out[2 * BLOCK], 0.0f);
+    CHECK(isnan(out[3 * BLOCK]) && isnan(out[N_CODED - 1]));
+    for (int i = N_CODED; i < DIM; i++) {
+        CHECK_EQ_FLOAT(out[i], qkv_bf16_to_f32(qkv_bf16_from_f32(x[i])));
+    }
+    CHECK_EQ_INT(loss.n_clipped, 0);
+    CHECK(isinf(loss.amax));
+}
+
 CHECK_MAIN(test_every_bf16_input, test_ties, test_written_examples, test_every_code,
            test_wide_formats, test_stochastic_keeps_bf16, test_only_stochastic_formats_round,
            test_stochastic_probability_is_exact, test_stochastic_ups, test_stochastic_is_unbiased,
            test_stochastic_key, test_stochastic_ends, test_stochastic_known_answers,
-           test_short_blocks, test_token_bytes)
+           test_short_blocks, test_token_bytes, test_ds_mla)

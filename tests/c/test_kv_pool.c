@@ -75,8 +75,8 @@ static void test_pools(void)
 {
     struct qkv_error err;
     struct qkv_device *dev = device_open(NULL, QKV_COMPUTE_BF16, NULL);
-    struct qkv_kv_layer layers[2] = {{3, 64, 64, QKV_KV_BF16, QKV_KV_BF16},
-                                     {2, 36, 80, QKV_KV_BF16, QKV_KV_BF16}};
+    struct qkv_kv_layer layers[2] = {{3, 64, 64, QKV_KV_BF16, QKV_KV_BF16, false},
+                                     {2, 36, 80, QKV_KV_BF16, QKV_KV_BF16, false}};
     struct qkv_kv_desc desc = {layers, 2, 10};
     struct qkv_kv *kv = NULL;
     CHECK_OK(qkv_cpu_kv_create(&err, dev, &desc, &kv), err);
@@ -194,7 +194,7 @@ static void counted_free(void *ctx, void *block, size_t n_bytes)
 static void test_refused_memory(void)
 {
     struct qkv_error err;
-    struct qkv_kv_layer layer = {2, 64, 64, QKV_KV_BF16, QKV_KV_BF16};
+    struct qkv_kv_layer layer = {2, 64, 64, QKV_KV_BF16, QKV_KV_BF16, false};
     struct qkv_kv_layer layers[3] = {layer, layer, layer};
     struct qkv_kv_desc desc = {layers, 3, 4};
     for (int n = 0; n <= 6; n++) {
@@ -222,7 +222,7 @@ static void test_bad_pools(void)
     struct qkv_error err;
     struct qkv_device *dev = device_open(NULL, QKV_COMPUTE_BF16, NULL);
     struct qkv_kv *kv = NULL;
-    struct qkv_kv_layer layer = {2, 64, 64, QKV_KV_BF16, QKV_KV_F32};
+    struct qkv_kv_layer layer = {2, 64, 64, QKV_KV_BF16, QKV_KV_F32, false};
     struct qkv_kv_desc desc = {&layer, 1, 4};
     CHECK_ERROR(qkv_cpu_kv_create(&err, dev, &desc, &kv), err, QKV_ERR_UNSUPPORTED, "float32");
     layer.v_format = QKV_KV_BF16;

@@ -75,7 +75,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 _ALL_SPARSE = ("MixtralForCausalLM", "GptOssForCausalLM")
-_SIGMOID = ("Glm4MoeForCausalLM",)
+_SIGMOID = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+_DEEPSEEK = (*_SIGMOID, "DeepseekV2ForCausalLM")
 
 
 def name_of(config: Config) -> str:
@@ -86,7 +87,9 @@ def is_sparse(config: Config, layer: int) -> bool:
     """Whether a layer has experts instead of one MLP."""
     if name_of(config) in _ALL_SPARSE:
         return True
-    if name_of(config) in _SIGMOID:
+    if name_of(config) in _DEEPSEEK:
+        if "mlp_layer_types" in config:
+            return bool(config["mlp_layer_types"][layer] == "sparse")
         return layer >= int(config["first_k_dense_replace"])
     if name_of(config) not in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
         return False
@@ -120,9 +123,10 @@ def shapes(config: Config, layer: int) -> Shapes:
         yield f"{block}experts.{e}.{gate}.weight", (ffn, hidden)
         yield f"{block}experts.{e}.{up}.weight", (ffn, hidden)
         yield f"{block}experts.{e}.{down}.weight", (hidden, ffn)
-    if name_of(config) in _SIGMOID:
+    if name_of(config) in _DEEPSEEK:
         shared = config["n_shared_experts"] * ffn
-        yield block + "gate.e_score_correction_bias", (n_experts(config),)
+        if name_of(config) in _SIGMOID:
+            yield block + "gate.e_score_correction_bias", (n_experts(config),)
         yield block + "shared_experts.gate_proj.weight", (shared, hidden)
         yield block + "shared_experts.up_proj.weight", (shared, hidden)
         yield block + "shared_experts.down_proj.weight", (hidden, shared)
@@ -197,13 +201,15 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
         "expert_feed_forward_length": config.get("moe_intermediate_size"),
         "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
     }
-    if name_of(config) in _SIGMOID:
+    if name_of(config) in _DEEPSEEK:
         found |= {
             "expert_shared_count": config["n_shared_experts"],
             "expert_weights_norm": config["norm_topk_prob"],
             "expert_weights_scale": config["routed_scaling_factor"],
-            "expert_gating_func": 2,
-            "leading_dense_block_count": config["first_k_dense_replace"],
+            "expert_gating_func": 2 if name_of(config) in _SIGMOID else 1,
+            "expert_group_count": config["n_group"],
+            "expert_group_used_count": config["topk_group"],
+            "leading_dense_block_count": config.get("first_k_dense_replace"),
         }
     return {key: value for key, value in found.items() if value is not None}
 
@@ -243,10 +249,11 @@ def route(config: Config, scores: Array, bias: Array | None) -> Array:
         np.put_along_axis(weights, chosen, of_chosen, -1)
         return weights
     probabilities = softmax(scores) if bias is None else sigmoid(scores)
-    by = probabilities if bias is None else probabilities + bias
-    if config.get("n_group", 1) > 1:
+    by = probabilities + (0.0 if bias is None else bias)
+    if config.get("n_group", 1) > 1 and config.get("topk_method") != "greedy":
         groups = by.reshape(len(by), config["n_group"], -1)
-        best = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+        n_best = 1 if bias is None else 2
+        best = np.sort(groups, axis=-1)[..., -n_best:].sum(axis=-1)
         worst = np.argsort(-best, axis=-1, kind="stable")[:, config["topk_group"] :]
         for i in range(len(by)):
             groups[i, worst[i]] = -np.inf
@@ -290,7 +297,7 @@ def block(
         if rows.size:
             y = expert(f"{p}experts.{e}", gate, up, down, x[rows])
             out[rows] += weights[rows, e, None] * y
-    if name_of(config) in _SIGMOID:
+    if name_of(config) in _DEEPSEEK:
         out += expert(p + "shared_experts", "gate_proj", "up_proj", "down_proj", x)
     if "shared_expert_intermediate_size" in config:
         y = expert(p + "shared_expert", "gate_proj", "up_proj", "down_proj", x)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ref import experts
+from ref import experts, latent
 
 Array = NDArray[Any]
 Config = Mapping[str, Any]
@@ -206,9 +207,12 @@ def logits(
     n_heads, n_kv = config["num_attention_heads"], config["num_key_value_heads"]
     dim = config.get("head_dim") or hidden // n_heads
     scale = (config["query_pre_attn_scalar"] if gemma else dim) ** -0.5
+    if latent.is_latent(config):
+        dim, scale = config["qk_rope_head_dim"], latent.scale(config)
     act = str(config.get("hidden_activation") or config["hidden_act"])
     n_rotated = int(dim * config.get("partial_rotary_factor", 1.0))
     neighbours = config["architectures"][0] == "Glm4ForCausalLM"
+    neighbours = neighbours or (latent.is_latent(config) and config.get("rope_interleave", True))
     after_attention, before_mlp, after_mlp = NORMS.get(
         config["architectures"][0], (None, "post_attention_layernorm", None)
     )
@@ -220,7 +224,7 @@ def logits(
 
         return by_row(op, x)
 
-    def norm(name: str, x: Array) -> Array:
+    def norm(name: str, x: Array, eps: float = eps) -> Array:
         return by_row(lambda w, x: rms_norm(x, w[name + ".weight"], eps, gemma), x)
 
     x = by_row(lambda w, ids: w["model.embed_tokens.weight"][ids], np.asarray(ids))
@@ -234,7 +238,10 @@ def logits(
         angles = np.arange(n)[:, None, None] * inv_freq
         cos, sin = (np.cos(angles) * mscale).astype(dtype), (np.sin(angles) * mscale).astype(dtype)
         h = norm(p + "input_layernorm", x)
-        if p + "self_attn.qkv_proj.weight" in w:
+        if latent.is_latent(config):
+            turn = partial(rotate, cos=cos, sin=sin, neighbours=neighbours)
+            q, k, v = latent.heads(config, i, h, project, norm, turn)
+        elif p + "self_attn.qkv_proj.weight" in w:
             qkv = project(p + "self_attn.qkv_proj", h).reshape(n, n_heads + 2 * n_kv, dim)
             q, k, v = np.split(qkv, [n_heads, n_heads + n_kv], axis=1)
         else:
@@ -243,7 +250,8 @@ def logits(
             v = project(p + "self_attn.v_proj", h).reshape(n, n_kv, dim)
         if p + "self_attn.q_norm.weight" in w:
             q, k = norm(p + "self_attn.q_norm", q), norm(p + "self_attn.k_norm", k)
-        q, k = rotate(q, cos, sin, neighbours), rotate(k, cos, sin, neighbours)
+        if not latent.is_latent(config):
+            q, k = rotate(q, cos, sin, neighbours), rotate(k, cos, sin, neighbours)
         cap = config.get("attn_logit_softcapping") or 0.0
         h = attend(q, k, v, scale, window, cap, w.get(p + "self_attn.sinks"))
         h = project(p + "self_attn.o_proj", h.reshape(n, -1))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ref import experts
+from ref import experts, latent
 
 F32 = NDArray[np.float32]
 Config = dict[str, Any]
@@ -41,6 +41,9 @@ ARCHS = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "glm4_moe": ("Glm4MoeForCausalLM", "glm4_moe"),
     "gpt_oss": ("GptOssForCausalLM", "gpt_oss"),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
 }
 GGUF_TYPES = {
     "F32": (0, 1, 4),
@@ -157,7 +160,7 @@ def make_config(arch: str, **overrides: Any) -> Config:
             "rope_theta": 1000000.0,
             "rope_local_base_freq": 10000.0,
         }
-    config |= experts.CONFIGS.get(arch, {})
+    config |= experts.CONFIGS.get(arch, {}) | latent.CONFIGS.get(arch, {})
     config |= overrides
     return config
 
@@ -211,7 +214,9 @@ def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     for i in range(config["num_hidden_layers"]):
         p = f"model.layers.{i}."
         yield p + "input_layernorm.weight", (hidden,)
-        for proj, n in parts:
+        if latent.is_latent(config):
+            yield from latent.shapes(config, i)
+        for proj, n in () if latent.is_latent(config) else parts:
             yield p + f"self_attn.{proj}_proj.weight", (n, hidden)
             if qkv_bias:
                 yield p + f"self_attn.{proj}_proj.bias", (n,)
@@ -221,7 +226,7 @@ def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield p + "self_attn.k_norm.weight", (dim,)
         if name == "GptOssForCausalLM":
             yield p + "self_attn.sinks", (config["num_attention_heads"],)
-        yield p + "self_attn.o_proj.weight", (hidden, q)
+        yield p + "self_attn.o_proj.weight", (hidden, latent.width(config) or q)
         if out_bias:
             yield p + "self_attn.o_proj.bias", (hidden,)
         yield p + "post_attention_layernorm.weight", (hidden,)
@@ -453,6 +458,7 @@ GGUF_NAMES_GLM4 = {
 def gguf_name(name: str, arch: str) -> str:
     names = GGUF_NAMES | (GGUF_NAMES_GLM4 if arch == "glm4" else {})
     names |= GGUF_NAMES_GEMMA if arch.startswith("gemma") else {}
+    names |= latent.GGUF_NAMES if arch in latent.CONFIGS else {}
     names |= GGUF_NAMES_POST if arch in ("gpt_oss", "glm4_moe") else {}
     whole = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
     if whole is not None and whole[2] in names:
@@ -509,7 +515,7 @@ def llama3_factors(config: Config) -> F32:
 
 def gguf_metadata(arch: str, config: Config, with_tokenizer: bool) -> dict[str, Any]:
     a = "llama" if arch in ("mistral", "mixtral") else arch.replace("_moe", "moe")
-    a = "gpt-oss" if arch == "gpt_oss" else a
+    a = "gpt-oss" if arch == "gpt_oss" else "deepseek2" if arch in latent.CONFIGS else a
     meta: dict[str, Any] = {
         "general.architecture": a,
         "general.name": f"tiny {arch}",
@@ -533,7 +539,8 @@ def gguf_metadata(arch: str, config: Config, with_tokenizer: bool) -> dict[str, 
     if further := config.get("num_nextn_predict_layers", 0):
         meta[f"{a}.nextn_predict_layers"] = further
         meta[f"{a}.block_count"] += further
-    meta |= {f"{a}.{key}": value for key, value in experts.gguf_metadata(config).items()}
+    more = experts.gguf_metadata(config) | latent.gguf_metadata(config)
+    meta |= {f"{a}.{key}": value for key, value in more.items()}
     scaling = config.get("rope_scaling")
     kind = scaling.get("rope_type", scaling.get("type")) if scaling else None
     if scaling and kind == "longrope":
@@ -542,7 +549,7 @@ def gguf_metadata(arch: str, config: Config, with_tokenizer: bool) -> dict[str, 
         meta[f"{a}.rope.scaling.original_context_length"] = original
         meta[f"{a}.rope.scaling.attn_factor"] = math.sqrt(1 + math.log(factor) / math.log(original))
     elif scaling and kind in ("linear", "yarn"):
-        meta[f"{a}.rope.scaling.type"] = scaling["rope_type"]
+        meta[f"{a}.rope.scaling.type"] = kind
         meta[f"{a}.rope.scaling.factor"] = float(scaling["factor"])
         if "original_max_position_embeddings" in scaling:
             meta[f"{a}.rope.scaling.original_context_length"] = scaling[
@@ -606,6 +613,7 @@ def write_gguf(
     entries: list[tuple[str, tuple[int, ...], str, bytes]] = []
     tensors = make_tensors(config, seed)
     tensors = experts.split(tensors) if arch == "gpt_oss" else tensors
+    tensors = latent.split(config, tensors)
     for name, made in tensors.items():
         target = gguf_name(name, arch)
         values = made + 1 if gemma and made.ndim == 1 else made
@@ -647,7 +655,7 @@ def write_gguf(
     with_tokenizer = tokenizer and config["vocab_size"] >= 256 + len(SPECIALS)
     meta = gguf_metadata(arch, config, with_tokenizer)
     write_gguf_file(Path(path), meta, experts.stacked(entries))
-    return Tiny(config, stored)
+    return Tiny(config, latent.joined(config, stored))
 
 
 def pick_type(types: str | Mapping[str, str], name: str) -> str:

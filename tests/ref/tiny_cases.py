@@ -84,6 +84,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt-oss": ("gpt_oss", {}),
+    "deepseek-v2": ("deepseek_v2", {}),
+    "deepseek-v2-greedy": (
+        "deepseek_v2",
+        {"topk_method": "greedy", "q_lora_rank": 24, "rope_scaling": None},
+    ),
+    "deepseek-v3": ("deepseek_v3", {}),
+    "glm4-moe-lite": ("glm4_moe_lite", {}),
     "gemma2": ("gemma2", {}),
     "gemma2-no-caps": (
         "gemma2",

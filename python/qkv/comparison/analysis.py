@@ -192,7 +192,7 @@ def _kl(study: _Study, name: str, scored: Mapping[str, Sequence[Record]]) -> dic
 #: Relative rounding step of each format in steps of bf16, which has 8 significant bits.
 ROUNDING_STEPS = {
     "float32": 1, "bf16": 1, "bf16_stochastic": 1, "fp8_e4m3": 16, "mxfp8": 16, "fp8_e5m2": 32,
-    "nvfp4": 64, "fp4_mx_block16": 64,
+    "nvfp4": 64, "fp4_mx_block16": 64, "fp8_ds_mla": 16,
 }  # fmt: skip
 
 
