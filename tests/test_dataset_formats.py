@@ -417,6 +417,14 @@ def test_an_index_beyond_what_memory_holds(monkeypatch: pytest.MonkeyPatch) -> N
             index.put(keys.of_id(number), keys.SEEN, number)
 
 
+def test_a_python_without_sqlite(
+    engine: qkv.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sqlite3", None)
+    with pytest.raises(qkv.Error, match="needs Python's module sqlite3"):
+        qkv.run_dataset(engine, ["a"], tmp_path / "out.jsonl", GREEDY, progress=False)
+
+
 # ---- the command -----------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -90,7 +90,14 @@ class Index:
     is gone with the process, however that ends. Nothing in it is not in the output or the input."""
 
     def __init__(self) -> None:
+        """Error where Python was built without SQLite."""
+        try:
+            import sqlite3  # noqa: PLC0415 (not all have it, and nothing else here needs it)
+        except ImportError as error:
+            raise Error(f"the index of ids needs Python's module sqlite3: {error}") from error
+        self._failure = sqlite3.Error
         self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        weakref.finalize(self, self._db.close)
         # Nothing is ever rolled back, and one transaction for all: nothing is written for safety.
         self._do("PRAGMA journal_mode = OFF")
         self._do(f"PRAGMA cache_size = -{CACHE_KIB}")
@@ -101,14 +108,11 @@ class Index:
     def _do(self, sql: str, values: tuple[Any, ...] = ()) -> tuple[Any, ...] | None:
         try:
             found: tuple[Any, ...] | None = self._db.execute(sql, values).fetchone()
-        except sqlite3.Error as error:
+        except self._failure as error:
             raise Error(
                 f"the index of ids, a temporary file where SQLITE_TMPDIR or TMPDIR says: {error}"
             ) from error
         return found
-
-    def __del__(self) -> None:
-        self._db.close()
 
     def __len__(self) -> int:
         (n,) = self._do("SELECT count(*) FROM rows") or (0,)
