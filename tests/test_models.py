@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -53,6 +53,13 @@ def answers(path: Path, prompts: list[Any], n_tokens: int, **options: Any) -> li
     return [results[i] for i in range(len(requests))]
 
 
+class HasTokens(Protocol):
+    """A result of the core, or a completion."""
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]: ...
+
+
 class Expected:
     """prompts.json and expected*.npz of a fixture."""
 
@@ -83,7 +90,7 @@ class Expected:
             for key in (f"p{i}_last_logits" for i in range(len(self.prompts)))
         )
 
-    def check_greedy(self, results: list[_core.Result], logit_noise: float) -> None:
+    def check_greedy(self, results: Sequence[HasTokens], logit_noise: float) -> None:
         """Equal up to the first step whose lead over the second token is within what two logits
         may be off, in opposite directions. From there on the texts are different ones."""
         for i, result in enumerate(results):

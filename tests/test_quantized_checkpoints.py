@@ -112,6 +112,16 @@ def test_float32_log_probabilities(fixtures_dir: Path, name: str) -> None:
     assert expected.differences(got).max() <= FLOAT32_BOUND
 
 
+@pytest.mark.parametrize("name", ["ct-w4a16-qwen3moe", "gptoss-mxfp4"])
+def test_greedy_tokens(fixtures_dir: Path, name: str) -> None:
+    expected = Expected(fixtures_dir / name)
+    params = qkv.SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+    options: dict[str, Any] = {"compute_dtype": "float32", "activation_quant": "off"}
+    with qkv.Engine(fixtures_dir / name, threads=1, kv_tokens=2048, **options) as engine:
+        outputs = engine.generate(expected.prompts, params, progress=False)
+    expected.check_greedy([output.outputs[0] for output in outputs], FLOAT32_BOUND)
+
+
 @pytest.mark.parametrize("name", RUN)
 def test_bf16_log_probabilities(fixtures_dir: Path, name: str) -> None:
     """No further off than transformers in bfloat16 is on a model of this kind: the one that most of

@@ -2,9 +2,8 @@
  * of Qwen3-30B-A3B: 128 experts of [768, 2048], 8 for a row, drawn at random. `of_smallest`: the
  * time that the longer of reading the experts in use once (bandwidth with huge pages) and of their
  * multiply-adds (bf16 dot peak) would take, over the time taken. Calls take turns with eight draws,
- * so that no cache holds their experts. Both limits are measured before each format; the largest so
- * far counts. The last line is the most memory that the program held. Two threads unless an argument
- * says otherwise:
+ * so that no cache holds their experts. Limits are the larger ones of before and after a row. The
+ * last line is the most memory that the program held. Two threads unless an argument says otherwise:
  *
  *   bench_moe [threads [isa [experts hidden ffn top_k]]] */
 #include <stdio.h>
@@ -57,18 +56,20 @@ static struct qkv_buffer *buffer_of(const struct qkv_backend *be, struct qkv_dev
     return buffer;
 }
 
-/* The most that was measured, per second: a neighbour, or memory without huge pages, makes a
- * measurement too low and never too high. */
+/* Per second. A virtual machine's bandwidth may switch between two rates within seconds. */
 struct limits {
     double read, dot;
 };
 
-static void measure(struct limits *most, int n_threads)
+static struct limits measured(int n_threads)
 {
-    const double read = qkv_limit_measure(QKV_LIMIT_READ_HUGE, n_threads) * 1e9;
-    const double dot = qkv_limit_measure(QKV_LIMIT_DOT_BF16, n_threads) * 1e9;
-    most->read = read > most->read ? read : most->read;
-    most->dot = dot > most->dot ? dot : most->dot;
+    return (struct limits){qkv_limit_measure(QKV_LIMIT_READ_HUGE, n_threads) * 1e9,
+                           qkv_limit_measure(QKV_LIMIT_DOT_BF16, n_threads) * 1e9};
+}
+
+static double larger(double a, double b)
+{
+    return a > b ? a : b;
 }
 
 enum kind { BF16, FP8_BLOCKS, INT4, N_KINDS };
@@ -169,7 +170,7 @@ static double best_time(const struct qkv_backend *be, struct qkv_device *dev,
 }
 
 static void bench(const struct qkv_backend *be, struct qkv_device *dev, enum kind kind,
-                  const struct shape *s, struct limits *limits)
+                  const struct shape *s)
 {
     static const int32_t row_counts[] = {1, 2, 4, 8, 16, 64, 512};
     struct qkv_expert *experts = zeros((size_t)s->n_experts * sizeof *experts);
@@ -197,7 +198,7 @@ static void bench(const struct qkv_backend *be, struct qkv_device *dev, enum kin
                                         .factor = 1.0f};
     struct qkv_device_info info;
     be->info(dev, &info);
-    measure(limits, info.n_threads);
+    struct limits before = measured(info.n_threads);
     for (size_t i = 0; i < sizeof row_counts / sizeof row_counts[0]; i++) {
         const int32_t n = row_counts[i];
         const struct qkv_moe args = {.x = x,
@@ -208,13 +209,16 @@ static void bench(const struct qkv_backend *be, struct qkv_device *dev, enum kin
                                      .experts = experts,
                                      .y = x};
         const double seconds = best_time(be, dev, logits, args);
+        const struct limits after = measured(info.n_threads);
+        const double read = larger(before.read, after.read);
+        const double dot = larger(before.dot, after.dot);
+        before = after;
         const double n_used = experts_in_use(be, dev, s, logits, n);
         const double flops = 2.0 * n * s->top_k * 3.0 * s->hidden * s->ffn;
-        const double reading = expert_bytes * n_used / limits->read;
-        const double products = limits->dot > 0 ? flops / limits->dot : 0;
-        const double longer = products > reading ? products : reading;
-        (void)printf("%s,%d,%.1f,%.1f,%.1f,%.1f,%.2f\n", NAMES[kind], n, n_used, seconds * 1e6,
-                     flops / seconds * 1e-9, expert_bytes * n_used / seconds * 1e-9,
+        const double reading = expert_bytes * n_used / read;
+        const double longer = larger(reading, dot > 0 ? flops / dot : 0);
+        (void)printf("%s,%d,%.1f,%.1f,%.1f,%.1f,%.1f,%.2f\n", NAMES[kind], n, n_used, seconds * 1e6,
+                     flops / seconds * 1e-9, expert_bytes * n_used / seconds * 1e-9, read * 1e-9,
                      longer / seconds);
     }
     for (int32_t e = 0; e < s->n_experts; e++) {
@@ -239,12 +243,12 @@ int main(int argc, char **argv)
                                 .hidden = argc > 6 ? atoi(argv[4]) : 2048,
                                 .ffn = argc > 6 ? atoi(argv[5]) : 768,
                                 .top_k = argc > 6 ? atoi(argv[6]) : 8};
-    struct limits limits = {0, 0};
     struct qkv_device *dev = NULL;
     check(be->open(&err, &options, &dev));
-    (void)printf("format,rows,experts_in_use,us,gflops,weight_gbytes_per_s,of_smallest\n");
+    (void)printf(
+        "format,rows,experts_in_use,us,gflops,weight_gbytes_per_s,limit_gbytes_per_s,of_smallest\n");
     for (enum kind kind = BF16; kind < N_KINDS; kind++) {
-        bench(be, dev, kind, &shape, &limits);
+        bench(be, dev, kind, &shape);
     }
     be->close(dev);
     struct rusage usage;
