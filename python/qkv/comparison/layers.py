@@ -61,13 +61,15 @@ class Sweep:
     kl_bound: float | None  # None: ALARM_SHARE of the KL that raises the alarm
     n_kv_heads: int
     head_dim: int
+    kv_rank: int = 0  # of latent attention
 
     def record(self) -> Record:
         return {"kind": "layers_asked", **asdict(self)}
 
     @classmethod
     def of(cls, record: Record) -> Sweep:
-        given = {field.name: record[field.name] for field in fields(cls)}
+        older = {"kv_rank": 0}  # which journals from before do not say
+        given = {field.name: {**older, **record}[field.name] for field in fields(cls)}
         for name in ("base", "low"):
             pairs = [(k, v) for k, v in given[name]["layers"]]
             given[name] = options.Lane(given[name]["name"], pairs, given[name]["scales"])
@@ -120,7 +122,9 @@ class Sweep:
         return self.units(("kv",)) if "kv" in self.parts else []
 
     def bytes_per_token(self, lane: options.Lane) -> int:
-        shape = {"n_kv_heads": self.n_kv_heads, "head_dim": self.head_dim}
+        shape = {
+            "n_kv_heads": self.n_kv_heads, "head_dim": self.head_dim, "kv_rank": self.kv_rank,
+        }  # fmt: skip
         return options.token_bytes(shape, [lane])
 
     def asked_for(self, lanes: Sequence[options.Lane]) -> int:

@@ -127,6 +127,7 @@ def run(plan: Plan, entry: ModelLanes, journal: Journal, asked: Wanted, say: Say
             kl_bound=asked.kl_bound,
             n_kv_heads=int(entry.config["n_kv_heads"]),
             head_dim=int(entry.config["head_dim"]),
+            kv_rank=int(entry.config["kv_rank"]),
         )
         _Measurement(plan, entry, sweep, windows, journal, say).run()
 
