@@ -90,13 +90,16 @@ def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def live(pid: int, path: Path, bytes_more: int, worked: float, seconds: float) -> int | None:
-    """Until the file has grown by so much, the process has worked for so long, or the time is over,
-    then SIGKILL. The exit code if it ended before."""
-    size = size_of(path)
+def live(pid: int, out: Path, bytes_more: int, worked: float, seconds: float) -> int | None:
+    """Until the rows have grown by so much, the process has worked for so long, or so much time is
+    over since it said that it begins, then SIGKILL. The exit code if it ended before."""
+    path, about = lines_of(out), Path(f"{out}.qkv")
+    size, said = size_of(path), size_of(about)
     work = Path(f"/proc/{pid}/schedstat")  # of its first thread, in nanoseconds
-    end = time.monotonic() + seconds
+    end = math.inf
     while time.monotonic() < end:
+        if end == math.inf and size_of(about) > said:
+            end = time.monotonic() + seconds
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
             return os.waitstatus_to_exitcode(status)
@@ -138,9 +141,9 @@ def kill_until_done(
         elif kind < 0.8:
             worked = draw.uniform(0.0, longest)
         else:  # also while it waits for the disk
-            seconds = draw.uniform(0.0, 2.0 * longest)
+            seconds = draw.uniform(0.0, longest)
         pid = start(partial(run, model, source, out, retry))
-        code = live(pid, lines_of(out), bytes_more, worked, seconds)
+        code = live(pid, out, bytes_more, worked, seconds)
         if code is None:
             moments[moment(out, about, there, size)] += 1
         elif code != 0:
