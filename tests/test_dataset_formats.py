@@ -568,6 +568,25 @@ def test_a_disk_that_does_not_take_it(
     assert again.before == 1
 
 
+def test_an_end_just_after_it_was_asked_for(tmp_path: Path) -> None:
+    """A run hung at its end, once in 10,000 lives: close() came between the question whether it is
+    the end and the next wait, and the thread that has rows put on the disk never heard of it."""
+    with open(tmp_path / "rows", "ab", buffering=0) as file:
+        syncer = sink._Syncer(file)
+        asked = syncer._closing.wait
+
+        def too_early(seconds: float | None = None) -> bool:
+            syncer._closing.wait = asked  # type: ignore[method-assign]
+            syncer._closing.set()
+            syncer._dirty.set()
+            return False
+
+        syncer._closing.wait = too_early  # type: ignore[method-assign]
+        syncer.wake()
+        syncer._thread.join(60.0)
+        assert not syncer._thread.is_alive()
+
+
 def test_tables_that_python_cannot_hold(engine: qkv.Engine, tmp_path: Path) -> None:
     """A value without one in Python is its row's error; a table that is damaged, the run's."""
     broken = pyarrow.array([b"\xff", b"a", b"b"]).buffers()

@@ -315,9 +315,11 @@ class _Syncer:
     def _run(self) -> None:
         while True:
             self._dirty.wait()
-            # Asked before the disk is: what is written last is written before close().
-            closing = self._closing.wait(SYNC_SECONDS)
+            # Cleared before it is asked whether this is the end, or the end that comes after the
+            # question is never heard of; and that is asked before the disk is, as what is written
+            # last is written before close().
             self._dirty.clear()
+            closing = self._closing.wait(SYNC_SECONDS)
             try:
                 os.fsync(self._file.fileno())
             except OSError as error:
