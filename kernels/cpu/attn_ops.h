@@ -17,7 +17,8 @@ enum {
      * sequence was cut. A multiple of QKV_PAGE_TOKENS. */
     QKV_ATTN_SEGMENT = 256,
     QKV_ATTN_SEGMENT_PAGES = QKV_ATTN_SEGMENT / QKV_PAGE_TOKENS,
-    QKV_ATTN_TILE_PAGES = 4, /* decoded at a time: 16 KiB of bf16 in 128 channels */
+    QKV_ATTN_TILE_ROWS = 8,  /* query rows that go through a segment together, at most */
+    QKV_ATTN_TILE_PAGES = 4, /* decoded at a time for one tile: 16 KiB of bf16 in 128 channels */
     /* Most query rows (tokens x heads that share a KV head) of a unit of work, unless one token
      * alone has more. */
     QKV_ATTN_ROWS = 64,
@@ -66,6 +67,28 @@ struct qkv_attn_seq {
     bool observed; /* its keys and values are counted in histograms */
 };
 
+/* Work of one thread: the queries of tokens [begin, end) of a sequence's rows, at most
+ * QKV_ATTN_TOKENS of them, that share KV head `head`; of a latent layer, whose one KV head all
+ * share, the query heads from head * group on. And keys of segments [first_segment, end_segment),
+ * counted from position 0. */
+struct qkv_attn_unit {
+    const struct qkv_attn_seq *seq;
+    int32_t head;
+    int32_t begin;
+    int32_t end;
+    int32_t first_segment;
+    int32_t end_segment;
+    /* NULL: these are all keys that the queries see, and the output is written. Else only m, l and
+     * o of each segment (body_attn_unit.inc), [segments, qkv_attn_part_floats()]. */
+    float *parts;
+};
+
+/* What a segment leaves of a unit's rows: o [n_rows, v_pad], m [n_rows], l [n_rows]. */
+static inline size_t qkv_attn_part_floats(size_t n_rows, size_t v_pad)
+{
+    return n_rows * (v_pad + 2);
+}
+
 /* Memory of one thread, 64-byte aligned, contents undefined. R: rows of the largest unit, D: the
  * padded k_dim, V: the padded v_dim. */
 struct qkv_attn_work {
@@ -73,15 +96,12 @@ struct qkv_attn_work {
     float *x;       /* [max(D, V)] */
     float *q;       /* [R, D] floats, or bf16 in the same place */
     float *q_scale; /* [R] */
-    float *s;       /* [R, QKV_ATTN_SEGMENT] scores, then weights */
+    float *s;       /* [QKV_ATTN_TILE_ROWS, QKV_ATTN_SEGMENT] scores, then weights */
     float *o;       /* [R, V] */
-    float *o_part;  /* [R, V] */
+    float *part;    /* [qkv_attn_part_floats(R, V)] of a segment */
     float *m;       /* [R] */
     float *l;       /* [R] */
-    float *m_part;  /* [R] */
-    float *l_part;  /* [R] */
-    void *k_tile;   /* [QKV_ATTN_TILE_PAGES] decoded pages of keys, up to 4 bytes a channel; of a
-                       latent layer a segment's, because they are the values, too */
+    void *k_tile;   /* [QKV_ATTN_SEGMENT_PAGES] decoded pages of keys, up to 4 bytes a channel */
     void *v_tile;
 };
 
@@ -125,12 +145,14 @@ struct qkv_cpu_attn_ops {
     /* Counts |x| of the same keys (or values) of one KV head: histogram [QKV_KV_HISTOGRAM_BINS]. */
     void (*observe)(const struct qkv_attn_call *call, const struct qkv_attn_seq *seq, int32_t head,
                     bool values, const struct qkv_attn_work *work, uint64_t *histogram);
-    /* Queries of tokens [begin, end) that share KV head `head`; of a latent layer, whose one KV
-     * head all share, the query heads from head * group on. At most QKV_ATTN_TOKENS tokens. */
-    void (*attend_bf16)(const struct qkv_attn_call *call, const struct qkv_attn_seq *seq,
-                        int32_t head, int32_t begin, int32_t end, const struct qkv_attn_work *work);
-    void (*attend_f32)(const struct qkv_attn_call *call, const struct qkv_attn_seq *seq,
-                       int32_t head, int32_t begin, int32_t end, const struct qkv_attn_work *work);
+    /* `then`: the unit that the thread attends to next, NULL if there is none. */
+    void (*attend_bf16)(const struct qkv_attn_call *call, const struct qkv_attn_unit *unit,
+                        const struct qkv_attn_unit *then, const struct qkv_attn_work *work);
+    void (*attend_f32)(const struct qkv_attn_call *call, const struct qkv_attn_unit *unit,
+                       const struct qkv_attn_unit *then, const struct qkv_attn_work *work);
+    /* Writes the output of a unit of which all parts are there. */
+    void (*combine_parts)(const struct qkv_attn_call *call, const struct qkv_attn_unit *unit,
+                          const struct qkv_attn_work *work);
     void (*logits_stats)(const float *x, int32_t n, struct qkv_logits_stats *out);
     /* w[i] = exp((z[i] - max) * inv_temperature) */
     void (*logits_weights)(const float *z, int32_t n, float max, float inv_temperature, float *w);

@@ -4,7 +4,9 @@
  * into the cache; after a barrier they attend. Units of the first phase are the tokens of one page
  * (so that no two threads write to one page), units of the second are (sequence, KV head, up to 16
  * tokens at positions between two multiples of 16). Each thread takes a contiguous part of the
- * units, cut by their estimated cost; a unit's result does not depend on the cut. */
+ * units, cut by their estimated cost. Where that falls into a unit of one token with many keys, the
+ * unit itself is cut, between two segments of its keys: then a third phase combines what the
+ * segments left, in the order in which one thread would have. No result depends on the cuts. */
 #include <string.h>
 
 #include "base/mem.h"
@@ -18,13 +20,6 @@ struct store_unit {
     int32_t end;
 };
 
-struct attend_unit {
-    int32_t seq;
-    int32_t head;
-    int32_t begin;
-    int32_t end;
-};
-
 struct plan {
     const struct qkv_cpu_attn_ops *ops;
     struct qkv_threads *threads;
@@ -32,13 +27,17 @@ struct plan {
     struct qkv_attn_call call;
     struct qkv_attn_seq *seqs;
     struct store_unit *stores;
-    struct attend_unit *attends;
+    struct qkv_attn_unit *attends;
+    struct qkv_attn_unit *pieces; /* the same, cut for the threads */
+    struct qkv_attn_unit *splits; /* those of which several pieces were made */
+    float *parts;                 /* of those */
     size_t n_seqs;
     size_t n_observed; /* sequences whose pool is */
     size_t n_stores;
     size_t n_attends;
-    int32_t n_groups;   /* of query heads */
-    size_t *attend_cut; /* [n_threads + 1]: first unit of each thread */
+    int32_t n_groups; /* of query heads */
+    size_t n_splits;
+    size_t *piece_cut; /* [n_threads + 1]: first piece of each thread */
     size_t n_threads;
     size_t max_rows; /* of a unit */
     uint8_t *work;
@@ -151,6 +150,7 @@ static enum qkv_status check_call(struct qkv_error *err, const struct qkv_batch 
     }
     return check_buffers(err, batch, args, first);
 }
+
 /* ---- the plan ---- */
 
 static int32_t unit_tokens(int32_t group)
@@ -196,43 +196,82 @@ static void cut_groups(struct plan *plan, const struct qkv_batch *batch)
     call->group = call->n_heads / n;
 }
 
-/* Keys that a unit reads, times its rows, plus what a unit costs anyway. */
-static size_t unit_cost(const struct plan *plan, const struct attend_unit *unit)
+static int32_t first_key(const struct plan *plan, int32_t position)
 {
-    const struct qkv_attn_seq *seq = &plan->seqs[unit->seq];
-    int32_t n_tokens = unit->end - unit->begin;
-    int32_t n_keys = seq->first_pos + unit->end;
     int32_t window = plan->call.window;
-    if (window > 0 && n_keys > window && n_keys - window > n_tokens) {
-        n_keys = window + n_tokens;
-    }
+    return window > 0 && position >= window ? position - window + 1 : 0;
+}
+
+/* Keys that a unit reads, times its rows, plus what a unit costs anyway. */
+static size_t unit_cost(const struct plan *plan, const struct qkv_attn_unit *unit)
+{
+    const struct qkv_attn_seq *seq = unit->seq;
+    int32_t n_tokens = unit->end - unit->begin;
+    int32_t n_keys = seq->first_pos + unit->end - first_key(plan, seq->first_pos + unit->begin);
     /* One row alone waits for memory about as long as four compute. */
     size_t rows = (size_t)n_tokens * (size_t)plan->call.group;
     return (size_t)(n_keys + 16) * (rows < 4 ? 4 : rows);
 }
 
+/* Where a unit is cut whose share `share` (0 to 1) is for threads that are full then: a segment. */
+static int32_t unit_cut(const struct qkv_attn_unit *unit, double share)
+{
+    int32_t n = unit->end_segment - unit->first_segment;
+    if (unit->end - unit->begin > 1) {
+        /* There are many of these: one belongs to the thread in whose share its middle lies. */
+        return share >= 0.5 ? unit->end_segment : unit->first_segment;
+    }
+    return unit->first_segment + (int32_t)(share * n + 0.5);
+}
+
 static void cut_units(struct plan *plan)
 {
-    size_t total = 0;
+    double total = 0;
     for (size_t i = 0; i < plan->n_attends; i++) {
-        total += unit_cost(plan, &plan->attends[i]);
+        total += (double)unit_cost(plan, &plan->attends[i]);
     }
-    size_t sum = 0;
-    size_t thread = 0;
+    double sum = 0;
+    size_t thread = 1;
+    size_t n = 0;
+    float *parts = plan->parts;
     for (size_t i = 0; i < plan->n_attends; i++) {
-        size_t cost = unit_cost(plan, &plan->attends[i]);
-        /* A unit belongs to the thread in whose share its middle lies. */
-        while (thread <= plan->n_threads &&
-               (double)sum + 0.5 * (double)cost >=
-                   (double)total * (double)thread / (double)plan->n_threads) {
-            plan->attend_cut[thread++] = i;
+        struct qkv_attn_unit rest = plan->attends[i];
+        double cost = (double)unit_cost(plan, &rest);
+        size_t n_rows = (size_t)(rest.end - rest.begin) * (size_t)plan->call.group;
+        size_t part = qkv_attn_part_floats(n_rows, (size_t)rest.seq->kv->v_pad);
+        size_t n_before = n;
+        for (; thread < plan->n_threads; thread++) {
+            double share = (total * (double)thread / (double)plan->n_threads - sum) / cost;
+            if (share >= 1) {
+                break;
+            }
+            int32_t cut = unit_cut(&plan->attends[i], share);
+            if (cut > rest.first_segment) {
+                plan->pieces[n] = rest;
+                plan->pieces[n++].end_segment = cut;
+                rest.first_segment = cut;
+            }
+            plan->piece_cut[thread] = n;
+        }
+        if (rest.first_segment < rest.end_segment) {
+            plan->pieces[n++] = rest;
         }
         sum += cost;
+        if (n - n_before > 1) {
+            struct qkv_attn_unit *split = &plan->splits[plan->n_splits++];
+            *split = plan->attends[i];
+            split->parts = parts;
+            for (size_t k = n_before; k < n; k++) {
+                plan->pieces[k].parts = parts;
+                parts +=
+                    part * (size_t)(plan->pieces[k].end_segment - plan->pieces[k].first_segment);
+            }
+        }
     }
-    while (thread <= plan->n_threads) {
-        plan->attend_cut[thread++] = plan->n_attends;
+    for (; thread <= plan->n_threads; thread++) {
+        plan->piece_cut[thread] = n;
     }
-    plan->attend_cut[0] = 0;
+    plan->piece_cut[0] = 0;
 }
 
 static void fill_units(struct plan *plan, const struct qkv_batch *batch, int32_t layer)
@@ -260,7 +299,13 @@ static void fill_units(struct plan *plan, const struct qkv_batch *batch, int32_t
         for (int32_t head = 0; head < plan->n_groups; head++) {
             for (int32_t begin = 0; begin < seq->n_rows;) {
                 int32_t end = next_cut(seq, begin, n_tokens);
-                plan->attends[n_attends++] = (struct attend_unit){i, head, begin, end};
+                plan->attends[n_attends++] = (struct qkv_attn_unit){
+                    .seq = seq,
+                    .head = head,
+                    .begin = begin,
+                    .end = end,
+                    .first_segment = first_key(plan, seq->first_pos + begin) / QKV_ATTN_SEGMENT,
+                    .end_segment = (seq->first_pos + end - 1) / QKV_ATTN_SEGMENT + 1};
                 begin = end;
             }
         }
@@ -283,29 +328,31 @@ static void *carve(struct carver *carver, size_t n_bytes)
     return piece;
 }
 
+static size_t padded_dim(int32_t dim)
+{
+    return qkv_round_up((size_t)dim, QKV_ATTN_PAD);
+}
+
 static void carve_work(struct carver *carver, const struct plan *plan, struct qkv_attn_work *work)
 {
     size_t rows = plan->max_rows;
-    size_t k_pad = qkv_round_up((size_t)plan->call.k_dim, QKV_ATTN_PAD);
-    size_t v_pad = qkv_round_up((size_t)plan->call.v_dim, QKV_ATTN_PAD);
+    size_t k_pad = padded_dim(plan->call.k_dim);
+    size_t v_pad = padded_dim(plan->call.v_dim);
     work->x = carve(carver, (k_pad > v_pad ? k_pad : v_pad) * sizeof(float));
     work->q = carve(carver, rows * k_pad * sizeof(float));
     work->q_scale = carve(carver, rows * sizeof(float));
-    work->s = carve(carver, rows * QKV_ATTN_SEGMENT * sizeof(float));
+    work->s = carve(carver, (size_t)QKV_ATTN_TILE_ROWS * QKV_ATTN_SEGMENT * sizeof(float));
     work->o = carve(carver, rows * v_pad * sizeof(float));
-    work->o_part = carve(carver, rows * v_pad * sizeof(float));
+    work->part = carve(carver, qkv_attn_part_floats(rows, v_pad) * sizeof(float));
     work->m = carve(carver, rows * sizeof(float));
     work->l = carve(carver, rows * sizeof(float));
-    work->m_part = carve(carver, rows * sizeof(float));
-    work->l_part = carve(carver, rows * sizeof(float));
-    size_t k_pages = plan->call.latent ? QKV_ATTN_SEGMENT_PAGES : QKV_ATTN_TILE_PAGES;
-    work->k_tile = carve(carver, k_pages * QKV_PAGE_TOKENS * k_pad * sizeof(float));
-    work->v_tile = carve(carver, QKV_ATTN_TILE_PAGES * QKV_PAGE_TOKENS * v_pad * sizeof(float));
+    work->k_tile = carve(carver, QKV_ATTN_SEGMENT * k_pad * sizeof(float));
+    work->v_tile = carve(carver, QKV_ATTN_SEGMENT * v_pad * sizeof(float));
 }
 
 static float *padded_norm(struct carver *carver, const struct qkv_buffer *norm, int32_t dim)
 {
-    size_t pad = qkv_round_up((size_t)dim, QKV_ATTN_PAD);
+    size_t pad = padded_dim(dim);
     float *padded = carve(carver, pad * sizeof(float));
     if (padded == NULL || norm == NULL) {
         return NULL;
@@ -321,7 +368,11 @@ static void carve_plan(struct carver *carver, struct plan *plan, const struct qk
 {
     size_t n_stores = 0;
     size_t n_attends = 0;
+    int32_t n_segments = 0; /* of a unit that may be cut: most, and what they leave */
+    size_t part = qkv_attn_part_floats((size_t)plan->call.group, padded_dim(plan->call.v_dim));
     for (int32_t i = 0; i < batch->n_seqs; i++) {
+        int32_t n = (batch->seqs[i].first_pos + batch->seqs[i].n_rows - 1) / QKV_ATTN_SEGMENT + 1;
+        n_segments = n > n_segments ? n : n_segments;
         n_stores += n_cuts(&batch->seqs[i], QKV_PAGE_TOKENS);
         n_attends +=
             n_cuts(&batch->seqs[i], unit_tokens(plan->call.group)) * (size_t)plan->n_groups;
@@ -329,7 +380,11 @@ static void carve_plan(struct carver *carver, struct plan *plan, const struct qk
     plan->seqs = carve(carver, (size_t)batch->n_seqs * sizeof *plan->seqs);
     plan->stores = carve(carver, n_stores * sizeof *plan->stores);
     plan->attends = carve(carver, n_attends * sizeof *plan->attends);
-    plan->attend_cut = carve(carver, (plan->n_threads + 1) * sizeof *plan->attend_cut);
+    size_t n_splits = n_attends < plan->n_threads - 1 ? n_attends : plan->n_threads - 1;
+    plan->pieces = carve(carver, (n_attends + plan->n_threads) * sizeof *plan->pieces);
+    plan->splits = carve(carver, n_splits * sizeof *plan->splits);
+    plan->parts = carve(carver, n_splits * (size_t)n_segments * part * sizeof *plan->parts);
+    plan->piece_cut = carve(carver, (plan->n_threads + 1) * sizeof *plan->piece_cut);
     plan->call.q_norm = padded_norm(carver, args->q_norm, plan->call.k_dim);
     plan->call.k_norm =
         padded_norm(carver, args->k_norm, plan->call.latent ? plan->call.v_dim : plan->call.k_dim);
@@ -411,10 +466,17 @@ static void run_phases(void *ctx, size_t begin, size_t end, int thread)
         observe(plan, t, &work);
     }
     qkv_threads_barrier(plan->threads);
-    for (size_t i = plan->attend_cut[t]; i < plan->attend_cut[t + 1]; i++) {
-        const struct attend_unit *unit = &plan->attends[i];
+    const struct qkv_attn_unit *stop = &plan->pieces[plan->piece_cut[t + 1]];
+    for (const struct qkv_attn_unit *unit = &plan->pieces[plan->piece_cut[t]]; unit < stop;
+         unit++) {
         (plan->compute_f32 ? plan->ops->attend_f32 : plan->ops->attend_bf16)(
-            &plan->call, &plan->seqs[unit->seq], unit->head, unit->begin, unit->end, &work);
+            &plan->call, unit, unit + 1 < stop ? unit + 1 : NULL, &work);
+    }
+    if (plan->n_splits > 0) {
+        qkv_threads_barrier(plan->threads);
+    }
+    for (size_t i = t; i < plan->n_splits; i += plan->n_threads) {
+        plan->ops->combine_parts(&plan->call, &plan->splits[i], &work);
     }
 }
 

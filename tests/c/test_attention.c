@@ -560,7 +560,10 @@ static void check_same(const struct shape *s, int32_t n_tokens, const float *a, 
 
 static void check_cuts(const char *isa, const struct shape *s, enum qkv_compute compute)
 {
-    static const int32_t CHUNKS[] = {1, 7, 16, 64};
+    enum { N_CHUNKS = 5 };
+    static const int32_t CHUNKS[N_CHUNKS] = {1, 7, 16, 64, 1};
+    /* With 5, the keys of a token's heads are cut between threads. */
+    static const int THREADS[N_CHUNKS] = {1, 2, 3, 1, 5};
     static const int32_t OTHERS[] = {13, 1, 290};
     enum { N_OTHERS = 3 };
     const int32_t n_tokens = N_TOKENS;
@@ -575,8 +578,8 @@ static void check_cuts(const char *isa, const struct shape *s, enum qkv_compute 
     run(s, &setup, &alone, 1);
     alone.out = out;
     setup.page_step = 77;
-    for (int i = 0; i < 4; i++) {
-        setup.n_threads = 1 + i % 3;
+    for (int i = 0; i < N_CHUNKS; i++) {
+        setup.n_threads = THREADS[i];
         alone.chunk = CHUNKS[i];
         run(s, &setup, &alone, 1);
         check_same(s, n_tokens, out, expected, isa, "chunk", CHUNKS[i]);
@@ -611,6 +614,35 @@ static void test_cuts(void)
             if (on_cpu() && isa->usable() && i % 4 == 1 && strcmp(isa->name, "scalar") != 0) {
                 check_cuts(isa->name, &SHAPES[i], QKV_COMPUTE_F32);
             }
+        }
+    }
+}
+
+/* A token's keys in five segments, which threads share. The scalar kernels are the same code. */
+static void test_segments_on_threads(void)
+{
+    enum { N = 1030 };
+    const int shapes[2] = {N_SHAPES - 5, N_SHAPES - 2}; /* without a window */
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
+        if (!on_cpu() || !isa->usable() || strcmp(isa->name, "scalar") == 0) {
+            continue;
+        }
+        for (int i = 0; i < 2; i++) {
+            const struct shape *s = &SHAPES[shapes[i]];
+            struct setup setup = {isa->name, QKV_COMPUTE_BF16, QKV_KV_BF16, 1, 77};
+            float *rows = random_rows(s, N, 4);
+            float *expected = new_out(s, N);
+            float *out = new_out(s, N);
+            struct sequence sequence = {rows, N, N - 1, expected};
+            run(s, &setup, &sequence, 1);
+            sequence.out = out;
+            for (setup.n_threads = 2; setup.n_threads <= 11; setup.n_threads += 3) {
+                run(s, &setup, &sequence, 1);
+                check_same(s, N, out, expected, isa->name, "threads", setup.n_threads);
+            }
+            free(rows);
+            free(expected);
+            free(out);
         }
     }
 }
@@ -742,5 +774,5 @@ static void test_errors(void)
     machine_close(&m);
 }
 
-CHECK_MAIN(test_values, test_rounding_of_weights, test_cuts, test_later_tokens_do_not_matter,
-           test_lanes, test_errors)
+CHECK_MAIN(test_values, test_rounding_of_weights, test_cuts, test_segments_on_threads,
+           test_later_tokens_do_not_matter, test_lanes, test_errors)
