@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 
 import qkv
 from qkv import cli, dataset
-from qkv.dataset import Rows, keys, sink, source
+from qkv.dataset import Rows, sink, source
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -376,55 +375,6 @@ def test_a_part_that_is_damaged(engine: qkv.Engine, tmp_path: Path) -> None:
     assert not out.exists()
 
 
-# ---- the index -------------------------------------------------------------------------------
-
-
-def test_index() -> None:
-    index, wanted = keys.Index(), {}
-    for number in range(5000):
-        id_key, bits = keys.of_id(f"r{number % 4000}"), keys.row_bits(f"{number:032x}")
-        state = 1 + number % 3
-        index.put(id_key, state, bits)
-        wanted[id_key] = (state, bits)
-    assert len(index) == 4000
-    assert all(index.get(id_key) == value for id_key, value in wanted.items())
-    assert index.get(keys.of_id("another")) is None
-    # Ids of which parts are alike stay apart.
-    for id_key in (bytes(16), bytes(15) + b"\1", b"\1" + bytes(15)):
-        assert index.get(id_key) is None
-        index.put(id_key, keys.DONE, 0)
-        assert index.get(id_key) == (keys.DONE, 0)
-    assert keys.of_id(1) != keys.of_id("1")
-    assert keys.of_row(b"a", {"x": 1, "y": 2}) == keys.of_row(b"a", {"y": 2, "x": 1})
-    assert keys.of_row(b"a", {"x": 1}) != keys.of_row(b"b", {"x": 1})
-
-
-def test_an_index_beyond_what_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes into a file without a name. A disk that has no room for it ends the run."""
-    monkeypatch.setattr(keys, "CACHE_KIB", 64)
-    index = keys.Index()
-    for number in range(5000):
-        index.put(keys.of_id(number), keys.SEEN, number)
-    assert all(index.get(keys.of_id(number)) == (keys.SEEN, number) for number in range(5000))
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # of the listing itself
-            found.append(os.fstat(int(name)))
-    assert any(file.st_nlink == 0 and file.st_size > 100_000 for file in found)
-    index._do("PRAGMA max_page_count = 80")
-    with pytest.raises(qkv.Error, match="the index of ids, a temporary file.*is full"):
-        for number in range(5000, 20_000):
-            index.put(keys.of_id(number), keys.SEEN, number)
-
-
-def test_a_python_without_sqlite(
-    engine: qkv.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "sqlite3", None)
-    with pytest.raises(qkv.Error, match="needs Python's module sqlite3"):
-        qkv.run_dataset(engine, ["a"], tmp_path / "out.jsonl", GREEDY, progress=False)
-
-
 # ---- the command -----------------------------------------------------------------------------
 
 
@@ -568,20 +518,21 @@ def test_a_disk_that_does_not_take_it(
     assert again.before == 1
 
 
-def test_an_end_just_after_it_was_asked_for(tmp_path: Path) -> None:
+def test_an_end_just_after_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run hung at its end, once in 10,000 lives: close() came between the question whether it is
     the end and the next wait, and the thread that has rows put on the disk never heard of it."""
     with open(tmp_path / "rows", "ab", buffering=0) as file:
         syncer = sink._Syncer(file)
-        asked = syncer._closing.wait
 
         def too_early(seconds: float | None = None) -> bool:
-            syncer._closing.wait = asked  # type: ignore[method-assign]
+            monkeypatch.undo()
             syncer._closing.set()
             syncer._dirty.set()
             return False
 
-        syncer._closing.wait = too_early  # type: ignore[method-assign]
+        monkeypatch.setattr(syncer._closing, "wait", too_early)
         syncer.wake()
         syncer._thread.join(60.0)
         assert not syncer._thread.is_alive()
