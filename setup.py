@@ -34,7 +34,7 @@ KERNEL_FLAGS = [*COMMON, "-O3", "-fno-math-errno", *WARNINGS, *GUESSES]
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
-BF16 = [*AVX512, "-mavx512bf16"]
+BF16 = [*AVX512, "-mavx512bf16", "-mavx512vbmi"]
 ISA_FLAGS = {"scalar": [], "avx2": AVX2, "avx512": AVX512, "avx512bf16": BF16}
 # -O1 with the inlining that the kernels live on: with -O2 the sanitizers compile for minutes.
 DEBUG_FLAGS = ["-O1", "-finline-functions", "-finline-small-functions", "-g1", "-UNDEBUG"]

@@ -53,10 +53,11 @@ static struct features detect(void)
     out.avx2 = has_all(b, 1u << 5);
     const uint32_t f_dq_bw_vl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
     const uint32_t vnni = 1u << 11;
+    const bool vbmi = has_all(c, 1u << 1);
     out.avx512 =
         out.avx2 && has_all(b, f_dq_bw_vl) && has_all(c, vnni) && (saved_state() & 0xe6) == 0xe6;
     if (out.avx512 && a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0) {
-        out.avx512bf16 = has_all(a, 1u << 5);
+        out.avx512bf16 = vbmi && has_all(a, 1u << 5);
     }
     return out;
 }
