@@ -199,9 +199,10 @@ struct gemm_params {
     int32_t which;
 };
 
-/* A block is 8 columns and a tile of places: 16 M of them. Up comes after gate in a row of y. */
+/* A block is 8 columns and a tile of places: 16 M of them. Up comes after gate in a row of y. Left to
+ * choose how many blocks share a processor, ptxas spills. */
 template <int M>
-__global__ void __launch_bounds__(packed::THREADS) gemm_experts(const struct gemm_params p)
+__global__ void __launch_bounds__(packed::THREADS, 1) gemm_experts(const struct gemm_params p)
 {
     __shared__ struct packed::cells<M> shared;
     __shared__ struct packed::params call;
