@@ -352,8 +352,13 @@ int main(int argc, char **argv)
            bandwidth * 1e-9);
     bench_linear(lt, bandwidth);
     for (int f = 0; f < QKV_KV_FORMAT_COUNT; f++) {
-        if (f != QKV_KV_F32) {
-            bench_attention((enum qkv_kv_format)f, bandwidth);
+        enum qkv_kv_format format = (enum qkv_kv_format)f;
+        struct qkv_support_query query = {};
+        query.weight_format = QKV_FORMAT_COUNT;
+        query.k_format = query.v_format = format;
+        query.k_dim = query.v_dim = DIM;
+        if (be->supports(&err, dev, &query) == QKV_OK) {
+            bench_attention(format, bandwidth);
         }
     }
     be->close(dev);
