@@ -136,8 +136,8 @@ void switch_to(struct place *from, struct place *to)
     arrive(from);
 }
 
-/* The upper `n_bytes` of a fiber's stack, whose frames never returned: what the sanitizer has marked
- * in them is forgotten. */
+/* The upper `n_bytes` of a fiber's stack, whose frames never returned: what the sanitizer has
+ * marked in them is forgotten. */
 void forget_frames(struct fiber *fiber, size_t n_bytes)
 {
 #if defined(__SANITIZE_ADDRESS__)

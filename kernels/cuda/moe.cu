@@ -199,8 +199,8 @@ struct gemm_params {
     int32_t which;
 };
 
-/* A block is 8 columns and a tile of places: 16 M of them. Up comes after gate in a row of y. Left to
- * choose how many blocks share a processor, ptxas spills. */
+/* A block is 8 columns and a tile of places: 16 M of them. Up comes after gate in a row of y. Left
+ * to choose how many blocks share a processor, ptxas spills on sm_120a. */
 template <int M>
 __global__ void __launch_bounds__(packed::THREADS, 1) gemm_experts(const struct gemm_params p)
 {
