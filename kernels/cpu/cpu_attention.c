@@ -187,7 +187,8 @@ static void cut_groups(struct plan *plan, const struct qkv_batch *batch)
     }
     int32_t n = 1; /* units of a sequence's token */
     for (int32_t next = 1; next <= call->n_heads && call->n_heads / next >= LEAST; next++) {
-        bool few = plan->n_threads > 1 && (size_t)n * (size_t)batch->n_rows < 4 * plan->n_threads;
+        size_t n_units = (size_t)n * (size_t)batch->n_rows;
+        bool few = n_units < 4 * plan->n_threads && n_units % plan->n_threads != 0;
         if (call->n_heads % next == 0 && (call->n_heads / n > QKV_ATTN_ROWS || few)) {
             n = next;
         }
