@@ -15,6 +15,7 @@ struct loader {
     uint64_t done_bytes;
     uint64_t total_bytes;
     bool asked[QKV_FORMAT_COUNT]; /* whether the device has this format of a matrix */
+    struct qkv_error first_left;  /* why the first of counts.n_left matrices is one */
 };
 
 /* A part that is bound, into the backend. The norm's *out stays NULL if it is not there. */

@@ -58,7 +58,7 @@ static enum qkv_status pack_matrix(struct qkv_error *err, const struct loader *l
 }
 
 /* The same, quantized on the way if that was asked for. */
-static enum qkv_status create_weight(struct qkv_error *err, const struct loader *loader,
+static enum qkv_status create_weight(struct qkv_error *err, struct loader *loader,
                                      enum qkv_part part, const struct qkv_matrix *matrix,
                                      struct qkv_weight **out)
 {
@@ -70,8 +70,9 @@ static enum qkv_status create_weight(struct qkv_error *err, const struct loader 
     enum qkv_status status =
         qkv_quantize_matrix(err, matrix, loader->options->online, loader->threads, &quantized);
     if (status == QKV_ERR_UNSUPPORTED) {
-        counts->n_left++;
-        qkv_log_write(loader->options->log, QKV_LOG_WARNING, "%s; it stays as it is", err->msg);
+        if (counts->n_left++ == 0) {
+            loader->first_left = *err;
+        }
         return pack_matrix(err, loader, matrix, out);
     }
     QKV_TRY(status);
@@ -82,7 +83,7 @@ static enum qkv_status create_weight(struct qkv_error *err, const struct loader 
 }
 
 /* Into the backend, rows in the order in which the model uses them. */
-static enum qkv_status create_ordered(struct qkv_error *err, const struct loader *loader,
+static enum qkv_status create_ordered(struct qkv_error *err, struct loader *loader,
                                       enum qkv_part part, struct qkv_matrix matrix,
                                       struct qkv_weight **out)
 {
@@ -591,7 +592,13 @@ static enum qkv_status load_all(struct qkv_error *err, struct loader *loader)
         QKV_TRY(load_layer(err, loader, i));
     }
     QKV_TRY(qkv_load_norm(err, loader, -1, QKV_PART_FINAL_NORM, &model->final_norm));
-    return load_head(err, loader);
+    QKV_TRY(load_head(err, loader));
+    if (model->counts.n_left != 0) {
+        qkv_log_write(loader->options->log, QKV_LOG_WARNING,
+                      "%d of %d matrices stay as they are (%s)", model->counts.n_left,
+                      model->counts.n_left + model->counts.n_online, loader->first_left.msg);
+    }
+    return QKV_OK;
 }
 
 static enum qkv_status create_model(struct qkv_error *err, const struct qkv_weights *weights,

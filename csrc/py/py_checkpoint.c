@@ -515,7 +515,7 @@ static PyMethodDef checkpoint_methods[] = {
      "quantize($self, name, shape, target, matrices=None, arrays=None, *, group=0, head_dim=0,\n"
      "         threads=0)\n--\n\nA weight [rows, cols], plain or described, quantized by the\n"
      "rules of csrc/quant/quantize.h: \"codes\", \"scales\", \"mins\" and \"factor\" as bytes\n"
-     "(uint8) or None.\n\n"
+     "(uint8) or None. A k_scale of the description is multiplied into the values.\n\n"
      "group: of int4 and mlx targets, 0: theirs. head_dim: rows are those of a GGUF file's q or\n"
      "k, and put in the order of other checkpoints. ValueError, CheckpointError, and\n"
      "UnsupportedError where the target's groups do not divide the rows."},

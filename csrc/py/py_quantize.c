@@ -36,6 +36,7 @@ static int convert_quantize(const struct quantize_args *a, struct qkv_target *ta
         return -1;
     }
     target->group = a->group != 0 ? a->group : target->group;
+    target->takes_k_scale = true; /* what is returned has no place for it */
     return 0;
 }
 

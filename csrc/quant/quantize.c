@@ -333,6 +333,7 @@ static bool read_unit(const struct work *w, int64_t unit, int64_t n_rows, float 
                       struct result *result)
 {
     const int64_t k_in = w->source->k_in;
+    const float *k_scale = w->target->takes_k_scale ? w->source->k_scale : NULL;
     for (int64_t r = 0; r < n_rows; r++) {
         const int64_t row = unit * w->n_rows + r;
         float *out = values + r * k_in;
@@ -341,6 +342,7 @@ static bool read_unit(const struct work *w, int64_t unit, int64_t n_rows, float 
             qkv_matrix_values(w->source, row, k, n, out + k);
         }
         for (int64_t k = 0; k < k_in; k++) {
+            out[k] = k_scale != NULL ? out[k] * k_scale[k] : out[k];
             if (!isfinite(out[k])) {
                 *result = (struct result){.failed = true, .row = row, .k = k, .value = out[k]};
                 return false;
@@ -453,7 +455,7 @@ static void describe(const struct work *w)
                   .row_stride = w->n_groups,
                   .group_stride = 1,
                   .rows_per = (int32_t)(t->block_rows == 0 ? w->source->n_out : w->n_rows)},
-        .k_scale = w->source->k_scale,
+        .k_scale = t->takes_k_scale ? NULL : w->source->k_scale,
         .input = t->input,
     };
     for (uint8_t i = 0; i < sizeof m->table / sizeof m->table[0]; i++) {

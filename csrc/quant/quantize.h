@@ -44,6 +44,7 @@ struct qkv_target {
     int32_t group;          /* along K. FP8, INT8: 0 is a whole row; MX and NVFP4 have their own */
     int32_t block_rows;     /* FP8: rows that share a scale; 0: all rows. Else 1 */
     struct qkv_input input; /* how the result wants its input, whatever the source does */
+    bool takes_k_scale;     /* the source's k_scale is multiplied into the values */
 };
 
 /* A quantized matrix and what it points into. */
@@ -71,8 +72,8 @@ bool qkv_target_matrix(const struct qkv_target *target, int64_t n_out, int64_t k
 
 /* QKV_ERR_UNSUPPORTED where k_in is no multiple of the group or of a byte's codes,
  * QKV_ERR_CHECKPOINT for values that are not finite. row_index of the source is applied, its
- * k_scale handed on. `threads` may be NULL; the result does not depend on them. Free with
- * qkv_quantized_free. */
+ * k_scale handed on if the target does not take it. `threads` may be NULL; the result does not
+ * depend on them. Free with qkv_quantized_free. */
 enum qkv_status qkv_quantize_matrix(struct qkv_error *err, const struct qkv_matrix *source,
                                     const struct qkv_target *target, struct qkv_threads *threads,
                                     struct qkv_quantized *out);

@@ -84,7 +84,8 @@ class Checkpoint:
         threads: int = 0,
     ) -> dict[str, NDArray[np.uint8] | None]:
         """A weight quantized by the rules of csrc/quant/quantize.h: the bytes of "codes", row by
-        row, "scales", "mins" and "factor"; None for those that the target does not have.
+        row, "scales", "mins" and "factor"; None for those that the target does not have. A
+        k_scale of the description is multiplied into the values.
         ValueError, CheckpointError (values that are not finite too), and UnsupportedError where
         the target's groups do not divide the rows."""
     def close(self) -> None: ...

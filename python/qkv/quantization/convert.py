@@ -30,6 +30,8 @@ _SECTIONS = ("quantization_config", "compression_config", "quantization")
 _KV_SCALE = re.compile(
     r".*\.(?:[kvq]|kv|prob|output)_(?:scale|zero_point|bias)(?:_inv)?$|.*[kv]_proj\.output_scale$"
 )
+#: Matrices of all experts in one tensor, as gpt-oss and MLX have them.
+_STACKED = re.compile(r".*\.(?:experts|switch_mlp)\.\w+?(?:\.weight)?")
 _MAX_SIDE_BYTES = 256 << 20
 
 
@@ -157,6 +159,12 @@ class _Source:
                 f"the weights are in {what} and are rounded a second time: accuracy must be "
                 "validated again"
             )
+        n_scaled = sum("k_scale" in matrix for matrix in self._detected.matrices.values())
+        if n_scaled:
+            self.notes.append(
+                f"the inputs of {n_scaled} matrices are scaled first (pre_quant_scale), which the "
+                "written formats cannot say: the weights are multiplied by it instead"
+            )
         self._ignored = {"lm_head"} if not layout.is_mlx else set()
 
     def _is_quantized_gguf(self) -> bool:
@@ -169,12 +177,13 @@ class _Source:
 
     def pieces(self) -> Iterator[Piece]:
         used = set(_named(self._detected.matrices))
-        for weight, description in self._detected.matrices.items():
-            if "k_scale" in description:
+        for weight in self._detected.matrices:
+            if _STACKED.fullmatch(weight):
                 raise _core.UnsupportedError(
-                    f"{weight}: its input is scaled first, which the written formats cannot say"
+                    f"{weight}: quantized experts in one tensor cannot be converted, the written "
+                    "formats have them one by one"
                 )
-            yield self._matrix(weight, weight, "", self._shape(weight))
+            yield self._matrix(weight, weight, "", self._detected.shapes[weight])
         for name, dtype, shape, _ in self._checkpoint.tensors():
             if name in used or (self._gguf and name == from_gguf.ROPE_FACTORS):
                 continue
@@ -217,12 +226,13 @@ class _Source:
             self.n_quantized += 1
             return self._quantized(module, name, shape)
         if name in self._detected.matrices:
-            return _values(
-                hub,
-                shape,
-                lambda: self._checkpoint.matrix(name, shape, self._matrices, self._arrays),
-            )
+            return _values(hub, shape, lambda: self._described(name, shape))
         return self._plain(hub, name, dtype, shape)
+
+    def _described(self, name: str, shape: tuple[int, int]) -> Any:
+        values = self._checkpoint.matrix(name, shape, self._matrices, self._arrays)
+        scale = self._detected.matrices[name].get("k_scale")
+        return values if scale is None else values * self._checkpoint.dequantize(scale["tensor"])
 
     def _wants(self, module: str) -> bool:
         last = module.rpartition(".")[2]
@@ -274,23 +284,6 @@ class _Source:
         permuted = self._gguf and self._config["gguf_qk_permuted"]
         is_qk = module.rpartition(".")[2] in ("q_proj", "k_proj")
         return int(self._config["head_dim"]) if permuted and is_qk else 0
-
-    def _shape(self, weight: str) -> tuple[int, int]:
-        """Of a described weight: the config says it."""
-        c = self._config
-        heads = {"q_proj": c["n_heads"], "k_proj": c["n_kv_heads"], "v_proj": c["n_kv_heads"]}
-        last = weight.removesuffix(".weight").rpartition(".")[2]
-        heads["qkv_proj"] = c["n_heads"] + 2 * c["n_kv_heads"]
-        hidden, ffn = int(c["hidden"]), int(c["ffn"])
-        if last in heads:
-            return int(heads[last]) * int(c["head_dim"]), hidden
-        if last == "o_proj":
-            return hidden, int(c["n_heads"]) * int(c["head_dim"])
-        if last in ("embed_tokens", "lm_head"):
-            return int(c["vocab"]), hidden
-        if last == "gate_up_proj":
-            return 2 * ffn, hidden
-        return (hidden, ffn) if last == "down_proj" else (ffn, hidden)
 
     # What lies beside them.
 
