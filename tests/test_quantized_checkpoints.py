@@ -173,28 +173,52 @@ def test_quantized_activations(fixtures_dir: Path, name: str) -> None:
 
 
 E4M3 = np.unique(stored.small_float(np.arange(0x7F, dtype=np.uint8), 4, 7)).astype(np.float32)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
-def nearest_e4m3(x: Any) -> Any:
+def nearest(grid: Any, x: Any) -> Any:
     """Ties to the even code, which is an even place in the table; beyond the largest, that one."""
-    above = np.clip(np.searchsorted(E4M3, np.minimum(np.abs(x), 448)), 1, len(E4M3) - 1)
-    low, high = E4M3[above - 1], E4M3[above]
-    to_low, to_high = np.minimum(np.abs(x), 448) - low, high - np.minimum(np.abs(x), 448)
+    x_abs = np.minimum(np.abs(x), grid[-1])
+    above = np.clip(np.searchsorted(grid, x_abs), 1, len(grid) - 1)
+    low, high = grid[above - 1], grid[above]
+    to_low, to_high = x_abs - low, high - x_abs
     goes_up = (to_high < to_low) | ((to_high == to_low) & (above % 2 == 0))
     return np.where(goes_up, high, low) * np.sign(x)
 
 
+def quantized_blocks(spec: dict[str, Any], x: Any) -> Any:
+    """MXFP4: the exponent of the block's largest, of the next power of two from 7/4 of one on.
+    NVFP4: the block's scale in e4m3, over one for all, or for the row."""
+    size = 16 if spec["quant"] == "nvfp4" else 32
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    amax = np.abs(blocks).max(axis=-1, keepdims=True)
+    if spec["quant"] == "mxfp4":
+        fraction, exponent = np.frexp(amax)  # in [1/2, 1)
+        scale = np.ldexp(np.float32(1), exponent - 3 + (fraction >= np.float32(0.875)))
+    else:
+        of_row = np.abs(x).max(axis=-1, keepdims=True)[..., None] / np.float32(6 * 448)
+        whole = np.float32(spec["scale"]) if "scale" in spec else of_row
+        scale = nearest(E4M3, amax / np.float32(6) / whole) * whole
+    codes = nearest(E2M1, blocks / np.where(scale == 0, np.float32(1), scale))
+    return (codes * scale).reshape(x.shape)
+
+
 def quantized_input(spec: dict[str, Any], x: Any) -> Any:
-    """What kernels/cpu/body_input.inc says of int8 and fp8, a row at a time."""
+    """What kernels/cpu/body_input.inc says, a row at a time."""
+    if spec["quant"] in ("mxfp4", "nvfp4"):
+        return quantized_blocks(spec, x)
     largest = np.float32(spec.get("steps", 127) if spec["quant"] == "int8" else 448)
     amax = np.abs(x).max(axis=-1, keepdims=True)
     scale = np.float32(spec["scale"]) if "scale" in spec else amax / largest
     if spec["quant"] == "int8":
         return np.clip(np.rint(x / scale), -128, 127) * scale
-    return nearest_e4m3(x / scale) * scale
+    return nearest(E4M3, x / scale) * scale
 
 
-REFERENCE = ("ct-w8a8-int8-qwen3-s", "ct-fp8-dynamic-qwen3-s", "modelopt-fp8-llama-g")
+REFERENCE = (
+    "ct-w8a8-int8-qwen3-s", "ct-fp8-dynamic-qwen3-s", "ct-mxfp4-llama-g", "ct-nvfp4-qwen3-s",
+    "modelopt-fp8-llama-g", "modelopt-nvfp4-qwen3-s",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", (*REFERENCE, "quark-fp8-kv8-llama-g"))

@@ -1,7 +1,7 @@
 """How far each fixture's log-probabilities lie from the values that came with it: the table of
 FORMATS.md.
 
-    python tests/tools/format_distances.py FIXTURES
+    python tests/tools/format_distances.py FIXTURES [NAME ...]
 
 bf16: the engine's bf16 arithmetic against the float32 reference, without quantized activations.
 activations: what they change in the reference of the tool itself, and how far the engine, with
@@ -65,10 +65,12 @@ def distance(a: Values, b: Values) -> str:
     return f"{off.max():.4f} ({off.mean():.4f})"
 
 
-def rows(fixtures: Path) -> Iterator[tuple[str, ...]]:
+def rows(fixtures: Path, names: list[str]) -> Iterator[tuple[str, ...]]:
+    """Of the fixtures of these names, or of all."""
     for folder in sorted(fixtures.iterdir()):
         model = next(folder.glob("*.gguf"), folder)
-        if not (folder / "expected.npz").exists():
+        wanted = not names or folder.name in names
+        if not wanted or not (folder / "expected.npz").exists():
             continue
         prompts = prompts_of(folder)
         try:
@@ -83,17 +85,17 @@ def rows(fixtures: Path) -> Iterator[tuple[str, ...]]:
         if tool is None:
             yield (*row, "", "", "")
             continue
-        wanted = recorded(tool, len(prompts))
-        row.append(distance(wanted, exact))
-        row += [distance(as_prescribed(folder, dtype), wanted) for dtype in ("float32", "bf16")]
+        target = recorded(tool, len(prompts))
+        row.append(distance(target, exact))
+        row += [distance(as_prescribed(folder, dtype), target) for dtype in ("float32", "bf16")]
         yield tuple(row)
 
 
 def main() -> None:
     print("| checkpoint | bf16 | transformers' bf16 | activations | float32, so | bf16, so |")
     print("|---|---|---|---|---|---|")
-    for row in rows(Path(sys.argv[1])):
-        print(f"| {' | '.join(row)} |")
+    for row in rows(Path(sys.argv[1]), sys.argv[2:]):
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":
