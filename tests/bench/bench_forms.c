@@ -1,6 +1,8 @@
 /* Speed of linear over matrices of codes and scales (quant/matrix.h), as the formats' own tools write
  * them, as CSV: one row against what reading the file's bytes takes at the bandwidth with huge
- * pages, many rows against bf16 in the same run.
+ * pages, many rows against bf16. Each is measured in turn with what it is compared with, as a
+ * machine's bandwidth may change from second to second; figures are medians over the turns, of the
+ * ratios too.
  *
  *   bench_forms [threads [isa [name]]] */
 #include <stdio.h>
@@ -12,7 +14,14 @@
 #include "limits.h"
 #include "quant/matrix.h"
 
-enum { DECODE_N = 28672, PREFILL_N = 4096, K = 4096, PREFILL_ROWS = 512 };
+enum {
+    DECODE_BYTES = 128 << 20, /* of codes: far more than the last cache holds */
+    K = 4096,
+    PREFILL_N = 4096,
+    PREFILL_ROWS = 512,
+    TURNS = 7, /* odd */
+    DECODE_TRIES = 5,
+};
 
 struct stored {
     const char *name;
@@ -47,8 +56,8 @@ static const struct stored all_stored[] = {
     {"nvfp4", QKV_MEANING_TABLE, 4, 16, QKV_FORMAT_F8_E4M3, QKV_FORMAT_COUNT, false, 0.5f, 0},
     {"nvfp4, nvfp4 input", QKV_MEANING_TABLE, 4, 16, QKV_FORMAT_F8_E4M3, QKV_FORMAT_COUNT, false,
      0.5f, QKV_INPUT_NVFP4},
-    {"nf4 g64 f32", QKV_MEANING_TABLE, 4, 64, QKV_FORMAT_F32, QKV_FORMAT_COUNT, false,
-     0.123456789f, 0},
+    {"nf4 g64 f32", QKV_MEANING_TABLE, 4, 64, QKV_FORMAT_F32, QKV_FORMAT_COUNT, false, 0.123456789f,
+     0},
     {"mlx 8 g64", QKV_MEANING_UNSIGNED, 8, 64, QKV_FORMAT_BF16, QKV_FORMAT_BF16, false, 0, 0},
     {"mlx 4 g64", QKV_MEANING_UNSIGNED, 4, 64, QKV_FORMAT_BF16, QKV_FORMAT_BF16, false, 0, 0},
     {"int8 per row", QKV_MEANING_SIGNED, 8, 0, QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, false, 0, 0},
@@ -159,37 +168,108 @@ static struct qkv_buffer *buffer_of(const struct qkv_backend *be, struct qkv_dev
     return buffer;
 }
 
-/* Seconds of the best of some tries. */
-static double time_linear(const struct qkv_backend *be, struct qkv_device *dev,
-                          const struct stored *s, int64_t n, int32_t rows, uint64_t *file_bytes)
+struct job {
+    const struct qkv_backend *be;
+    struct qkv_device *dev;
+    struct qkv_linear args;
+    uint64_t file_bytes;
+};
+
+static void job_open(struct job *job, const struct stored *s, int64_t n, int32_t rows)
 {
     struct qkv_error err;
     struct qkv_weight *weight = NULL;
     struct qkv_matrix m = matrix_of(s, n);
-    *file_bytes = qkv_matrix_bytes(&m);
-    if (be->weight_create(&err, dev, &m, &weight) != QKV_OK) {
+    job->file_bytes = qkv_matrix_bytes(&m);
+    if (job->be->weight_create(&err, job->dev, &m, &weight) != QKV_OK) {
         die(&err);
     }
     free_matrix(&m);
-    struct qkv_linear args = {.x = buffer_of(be, dev, (size_t)rows * K),
-                              .n_rows = rows,
-                              .n_weights = 1,
-                              .weight = {weight},
-                              .y = buffer_of(be, dev, (size_t)rows * (size_t)n)};
+    job->args = (struct qkv_linear){
+        .x = buffer_of(job->be, job->dev, (size_t)rows * K),
+        .n_rows = rows,
+        .n_weights = 1,
+        .weight = {weight},
+        .y = buffer_of(job->be, job->dev, (size_t)rows * (size_t)n),
+    };
+}
+
+static void job_close(struct job *job)
+{
+    job->be->buffer_destroy(job->dev, (struct qkv_buffer *)job->args.x);
+    job->be->buffer_destroy(job->dev, job->args.y);
+    job->be->weight_destroy(job->dev, (struct qkv_weight *)job->args.weight[0]);
+}
+
+/* Seconds of the best of some tries. */
+static double job_time(const struct job *job, int tries)
+{
+    struct qkv_error err;
     double best = 1e9;
-    double end = now() + 0.2;
-    for (int tries = 0; tries < 3 || now() < end; tries++) {
+    for (int i = 0; i < tries; i++) {
         double start = now();
-        if (be->linear(&err, dev, &args) != QKV_OK) {
+        if (job->be->linear(&err, job->dev, &job->args) != QKV_OK) {
             die(&err);
         }
         double seconds = now() - start;
         best = seconds < best ? seconds : best;
     }
-    be->buffer_destroy(dev, (struct qkv_buffer *)args.x);
-    be->buffer_destroy(dev, args.y);
-    be->weight_destroy(dev, weight);
     return best;
+}
+
+/* GB/s: the best over numbers of streams. */
+static double bandwidth(struct qkv_limit_thread *threads, int n_threads)
+{
+    double best = 0;
+    for (int streams = 1; streams <= 16; streams *= 2) {
+        double rate = qkv_limit_try(threads, n_threads, streams);
+        best = rate > best ? rate : best;
+    }
+    return best;
+}
+
+static int by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a;
+    double y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *values)
+{
+    qsort(values, TURNS, sizeof *values, by_value);
+    return values[TURNS / 2];
+}
+
+static void measure(const struct stored *s, const struct job *bf16,
+                    struct qkv_limit_thread *threads, int n_threads)
+{
+    struct job decode = *bf16;
+    struct job prefill = *bf16;
+    job_open(&decode, s, (int64_t)DECODE_BYTES / (K / 8 * s->bits), 1);
+    job_open(&prefill, s, PREFILL_N, PREFILL_ROWS);
+    double decode_s[TURNS];
+    double of_read[TURNS];
+    double prefill_s[TURNS];
+    double of_bf16[TURNS];
+    const double gbytes = (double)decode.file_bytes * 1e-9;
+    (void)job_time(&prefill, 1);
+    for (int i = 0; i < TURNS; i++) {
+        double before = bandwidth(threads, n_threads);
+        decode_s[i] = job_time(&decode, DECODE_TRIES);
+        double after = bandwidth(threads, n_threads);
+        of_read[i] = gbytes / decode_s[i] / (before > after ? before : after);
+        prefill_s[i] = job_time(&prefill, 2);
+        of_bf16[i] = job_time(bf16, 2) / prefill_s[i];
+    }
+    double decoded = median(decode_s);
+    double filled = median(prefill_s);
+    (void)printf("\"%s\",%.0f,%.1f,%.2f,%.0f,%.0f,%.2f\n", s->name, decoded * 1e6, gbytes / decoded,
+                 median(of_read), filled * 1e6, 2.0 * PREFILL_N * K * PREFILL_ROWS / filled * 1e-9,
+                 median(of_bf16));
+    (void)fflush(stdout);
+    job_close(&decode);
+    job_close(&prefill);
 }
 
 int main(int argc, char **argv)
@@ -206,24 +286,19 @@ int main(int argc, char **argv)
     struct qkv_device_info info;
     be->info(dev, &info);
     bench_clock = info.n_threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC;
-    (void)printf("format,decode_us,file_gbytes_per_s,of_bandwidth,prefill_us,gflops,of_bf16\n");
-    double bf16 = 0;
-    for (size_t i = 0; i < sizeof all_stored / sizeof all_stored[0]; i++) {
-        const struct stored *s = &all_stored[i];
-        if (i != 0 && argc > 3 && strstr(s->name, argv[3]) == NULL) {
-            continue;
-        }
-        uint64_t bytes = 0;
-        double prefill = time_linear(be, dev, s, PREFILL_N, PREFILL_ROWS, &bytes);
-        double decode = time_linear(be, dev, s, DECODE_N, 1, &bytes);
-        double limit = qkv_limit_measure(QKV_LIMIT_READ_HUGE, info.n_threads);
-        bf16 = i == 0 ? prefill : bf16;
-        (void)printf("\"%s\",%.0f,%.1f,%.2f,%.0f,%.0f,%.2f\n", s->name, decode * 1e6,
-                     (double)bytes / decode * 1e-9, (double)bytes / decode * 1e-9 / limit,
-                     prefill * 1e6, 2.0 * PREFILL_N * K * PREFILL_ROWS / prefill * 1e-9,
-                     bf16 / prefill);
-        (void)fflush(stdout);
+    struct qkv_limit_thread threads[QKV_LIMIT_THREADS_MAX] = {0};
+    for (int i = 0; i < info.n_threads; i++) {
+        qkv_limit_prepare(&threads[i], QKV_LIMIT_READ_HUGE, -1, info.n_threads == 1);
     }
+    struct job bf16 = {.be = be, .dev = dev};
+    job_open(&bf16, &all_stored[0], PREFILL_N, PREFILL_ROWS);
+    (void)printf("format,decode_us,file_gbytes_per_s,of_read,prefill_us,gflops,of_bf16\n");
+    for (size_t i = 0; i < sizeof all_stored / sizeof all_stored[0]; i++) {
+        if (argc <= 3 || strstr(all_stored[i].name, argv[3]) != NULL) {
+            measure(&all_stored[i], &bf16, threads, info.n_threads);
+        }
+    }
+    job_close(&bf16);
     be->close(dev);
     return 0;
 }

@@ -22,8 +22,8 @@ from qkv import models
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE = Path(__file__).with_name("baseline.csv")
 RATIOS = (
-    "of_peak", "of_int8_peak", "of_bf16_peak", "int8_to_bf16", "of_read", "relative", "of_sum",
-    "of_first", "of_limit", "of_copy", "of_held", "of_smallest",
+    "of_peak", "of_int8_peak", "of_bf16_peak", "of_bf16", "int8_to_bf16", "of_read", "relative",
+    "of_sum", "of_first", "of_limit", "of_copy", "of_held", "of_smallest",
 )  # fmt: skip
 FIELDS = ("bench", "row", "ratio", "value")
 MOVED = 0.1
@@ -42,6 +42,7 @@ C_BENCHES = {
     "limits": Bench(2),
     "linear": Bench(4),
     "int8": Bench(4),
+    "forms": Bench(1),
     "attention": Bench(6),
     "scheduler": Bench(2),
     "moe": Bench(2),
