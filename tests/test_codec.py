@@ -136,6 +136,8 @@ def test_packed_bytes() -> None:
     assert _core.packed_bytes("BF16", 64, 256) == 2 * 64 * 256
     assert _core.packed_bytes("BF16", 64, 256, True) == 4 * 64 * 256
     assert _core.packed_bytes("Q4_0", 64, 256) == 64 * (128 + 2 * 8)
+    assert _core.packed_bytes("Q5_0", 64, 256) == 64 * (160 + 2 * 8)
+    assert _core.packed_bytes("Q5_0", 64, 256, False, True) == 64 * (256 + 2 * 8)
     for name, n_out, k_in in (("fp7", 1, 32), ("Q4_0", 0, 32), ("Q4_0", 1, 33), ("Q8_K", 1, 256)):
         with pytest.raises(ValueError, match=name):
             _core.packed_bytes(name, n_out, k_in)

@@ -385,7 +385,8 @@ bool qkv_cpu_isa(size_t index, const char **name, bool *usable);
 
 /* Bytes that a matrix takes in it, for planning without loading: no data are read, only whether
  * there are any. 0 for a format without a codec and for dimensions that weight_create refuses. */
-uint64_t qkv_cpu_packed_bytes(const struct qkv_matrix *matrix, enum qkv_compute compute);
+uint64_t qkv_cpu_packed_bytes(const struct qkv_matrix *matrix, enum qkv_compute compute,
+                              enum qkv_activations activations);
 
 /* A backend that keeps every buffer of `inner` unreadable outside its own calls, so that a test
  * sees any touch from above as a fault (backend/guard.c). */

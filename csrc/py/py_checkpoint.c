@@ -458,13 +458,14 @@ static PyObject *checkpoint_quantize(PyObject *object, PyObject *args, PyObject 
 
 static PyObject *checkpoint_forms(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"shapes", "matrices", "arrays", "float32", NULL};
+    static char *names[] = {"shapes", "matrices", "arrays", "float32", "int8", NULL};
     PyObject *shapes;
     PyObject *json;
     PyObject *arrays = NULL;
     int float32 = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|Op:forms", names, &PyDict_Type, &shapes,
-                                     &json, &arrays, &float32)) {
+    int int8 = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|Opp:forms", names, &PyDict_Type, &shapes,
+                                     &json, &arrays, &float32, &int8)) {
         return NULL;
     }
     struct qkv_weights *weights = enter(object);
@@ -475,7 +476,8 @@ static PyObject *checkpoint_forms(PyObject *object, PyObject *args, PyObject *kw
     const struct qkv_py_state *state = qkv_py_state_of(object);
     struct qkv_py_matrices matrices = {0};
     if (qkv_py_matrices(state, json, arrays, &matrices) == 0) {
-        result = qkv_py_forms(state, weights, matrices.parsed, shapes, float32 != 0);
+        result =
+            qkv_py_forms(state, weights, matrices.parsed, shapes, qkv_py_arithmetic(float32, int8));
     }
     qkv_py_matrices_free(&matrices);
     leave(object);
@@ -520,9 +522,10 @@ static PyMethodDef checkpoint_methods[] = {
      "k, and put in the order of other checkpoints. ValueError, CheckpointError, and\n"
      "UnsupportedError where the target's groups do not divide the rows."},
     {"forms", (PyCFunction)(void (*)(void))checkpoint_forms, METH_VARARGS | METH_KEYWORDS,
-     "forms($self, shapes, matrices, arrays=None, float32=False)\n--\n\nWhat the CPU backend makes "
-     "of each described weight: its form (csrc/quant/matrix.h) as\n\"code\", \"group\", "
-     "\"scale\", \"min\", \"row_scale\", and \"bytes\". `shapes`: (rows, cols) of each.\n\n"
+     "forms($self, shapes, matrices, arrays=None, float32=False, int8=False)\n--\n\nWhat the CPU "
+     "backend makes of each described weight: its form (csrc/quant/matrix.h) as\n\"code\", "
+     "\"group\", \"scale\", \"min\", \"row_scale\", and \"bytes\". `shapes`: (rows, cols) of\n"
+     "each. int8: for activations in int8.\n\n"
      "KeyError: one has no shape. CheckpointError: the tensors are not what `matrices` says."},
     {"close", checkpoint_close, METH_NOARGS,
      "close($self)\n--\n\nUnmaps the files; again: nothing."},

@@ -6,6 +6,7 @@
 #include "kv/kv_formats.h"
 #include "py/module.h"
 #include "py/npy.h"
+#include "py/py_matrices.h"
 #include "py/py_simulate.h"
 #include "quant/codec.h"
 #include "quant/formats.h"
@@ -109,9 +110,10 @@ static PyObject *packed_bytes(PyObject *module, PyObject *args)
     long long n_out = 0;
     long long k_in = 0;
     int float32 = 0;
+    int int8 = 0;
     enum qkv_format format = QKV_FORMAT_COUNT;
     struct qkv_target target;
-    if (!PyArg_ParseTuple(args, "sLL|p:packed_bytes", &name, &n_out, &k_in, &float32)) {
+    if (!PyArg_ParseTuple(args, "sLL|pp:packed_bytes", &name, &n_out, &k_in, &float32, &int8)) {
         return NULL;
     }
     struct qkv_matrix matrix = {.format = QKV_FORMAT_COUNT};
@@ -123,8 +125,9 @@ static PyObject *packed_bytes(PyObject *module, PyObject *args)
     } else {
         matrix = (struct qkv_matrix){.name = name, .format = format, .n_out = n_out, .k_in = k_in};
     }
-    enum qkv_compute compute = float32 ? QKV_COMPUTE_F32 : QKV_COMPUTE_BF16;
-    uint64_t n_bytes = fits ? qkv_cpu_packed_bytes(&matrix, compute) : 0;
+    struct qkv_py_arithmetic arithmetic = qkv_py_arithmetic(float32, int8);
+    uint64_t n_bytes =
+        fits ? qkv_cpu_packed_bytes(&matrix, arithmetic.compute, arithmetic.activations) : 0;
     if (n_bytes == 0) {
         PyErr_Format(PyExc_ValueError, "%s [%lld, %lld]: no weight of the CPU backend", name, n_out,
                      k_in);
@@ -217,10 +220,10 @@ PyMethodDef qkv_py_codec_methods[] = {
      "kv_row_bytes(format, dim, /)\n--\n\nBytes of one token of one head of K or V with dim "
      "channels, block scales included.\n\nValueError: unknown format, negative dim."},
     {"packed_bytes", packed_bytes, METH_VARARGS,
-     "packed_bytes(format, n_out, k_in, float32=False, /)\n--\n\nBytes that a weight takes in the "
-     "CPU backend, by its arithmetic. format: a weight format, or what weights are quantized to "
-     "(Engine's online).\n\nValueError: unknown format, one without a codec, dimensions that it "
-     "refuses."},
+     "packed_bytes(format, n_out, k_in, float32=False, int8=False, /)\n--\n\nBytes that a weight "
+     "takes in the CPU backend, by its arithmetic (int8: of activations). format: a weight format, "
+     "or what weights are quantized to (Engine's online).\n\nValueError: unknown format, one "
+     "without a codec, dimensions that it refuses."},
     {"threads_available", threads_available, METH_NOARGS,
      "threads_available()\n--\n\nProcessors that this process may use: affinity and cgroup quota "
      "count."},

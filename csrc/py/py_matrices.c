@@ -82,12 +82,12 @@ static const char *const SCALES[] = {
     [QKV_SCALE_E4M3] = "e4m3", [QKV_SCALE_ZERO] = "zero point",
 };
 
-static PyObject *form_of(const struct qkv_matrix *matrix, bool float32)
+static PyObject *form_of(const struct qkv_matrix *matrix, struct qkv_py_arithmetic arithmetic)
 {
     struct qkv_form form;
     qkv_matrix_form(matrix, &form);
     const uint64_t n_bytes =
-        qkv_cpu_packed_bytes(matrix, float32 ? QKV_COMPUTE_F32 : QKV_COMPUTE_BF16);
+        qkv_cpu_packed_bytes(matrix, arithmetic.compute, arithmetic.activations);
     return Py_BuildValue("{s:s,s:i,s:s,s:s,s:O,s:K}", "code", CODES[form.code], "group",
                          (int)form.group, "scale", SCALES[form.scale], "min", SCALES[form.min],
                          "row_scale", form.row_scale ? Py_True : Py_False, "bytes",
@@ -96,7 +96,7 @@ static PyObject *form_of(const struct qkv_matrix *matrix, bool float32)
 
 static PyObject *stored_form(const struct qkv_py_state *state, const struct qkv_weights *weights,
                              const struct qkv_matrices *matrices, size_t index, PyObject *shapes,
-                             bool float32)
+                             struct qkv_py_arithmetic arithmetic)
 {
     const char *name = qkv_matrices_name(matrices, index);
     PyObject *shape = PyDict_GetItemString(shapes, name); /* borrowed */
@@ -116,19 +116,20 @@ static PyObject *stored_form(const struct qkv_py_state *state, const struct qkv_
     if (qkv_stored_described(&err, matrices, index, weights, rows, cols, &stored) != QKV_OK) {
         (void)qkv_py_raise(state, &err);
     } else {
-        form = form_of(&stored.matrix, float32);
+        form = form_of(&stored.matrix, arithmetic);
     }
     qkv_stored_free(&stored);
     return form;
 }
 
 PyObject *qkv_py_forms(const struct qkv_py_state *state, const struct qkv_weights *weights,
-                       const struct qkv_matrices *matrices, PyObject *shapes, bool float32)
+                       const struct qkv_matrices *matrices, PyObject *shapes,
+                       struct qkv_py_arithmetic arithmetic)
 {
     PyObject *forms = PyDict_New();
     const size_t n = matrices == NULL ? 0 : qkv_matrices_count(matrices);
     for (size_t i = 0; forms != NULL && i < n; i++) {
-        PyObject *form = stored_form(state, weights, matrices, i, shapes, float32);
+        PyObject *form = stored_form(state, weights, matrices, i, shapes, arithmetic);
         if (qkv_py_set(forms, qkv_matrices_name(matrices, i), form) < 0) {
             Py_CLEAR(forms);
         }

@@ -337,6 +337,38 @@ static enum qkv_scale form_min(const struct qkv_matrix *m)
     return kind == QKV_SCALE_F16 || kind == QKV_SCALE_BF16 ? kind : QKV_SCALE_F32;
 }
 
+static void set_range(struct qkv_form *out, int32_t bits, bool has_sign)
+{
+    out->bits = bits;
+    out->lowest = has_sign ? -(1 << (bits - 1)) : 0;
+}
+
+/* The codes of blocks: all that their kind holds, or fewer. */
+static void range_of_blocks(enum qkv_format format, struct qkv_form *out)
+{
+    switch (format) {
+    case QKV_FORMAT_Q5_1:
+    case QKV_FORMAT_Q5_K:
+        set_range(out, 5, false);
+        return;
+    case QKV_FORMAT_Q5_0:
+    case QKV_FORMAT_IQ1_S:
+    case QKV_FORMAT_IQ1_M:
+        set_range(out, 5, true);
+        return;
+    case QKV_FORMAT_Q6_K:
+        set_range(out, 6, true);
+        return;
+    default:
+        break;
+    }
+    if (out->code == QKV_CODE_U4 || out->code == QKV_CODE_I4) {
+        set_range(out, 4, out->code == QKV_CODE_I4);
+    } else if (out->code == QKV_CODE_I8) {
+        set_range(out, 8, true);
+    }
+}
+
 static void form_of_blocks(enum qkv_format format, struct qkv_form *out)
 {
     const struct qkv_format_traits *t = qkv_format_traits(format);
@@ -346,6 +378,7 @@ static void form_of_blocks(enum qkv_format format, struct qkv_form *out)
     out->scale = t->scale;
     out->min = t->min;
     out->row_scale = t->factor != 1.0f;
+    range_of_blocks(format, out);
     if (qkv_codec_table(format) != NULL) {
         memcpy(out->table, qkv_codec_table(format), sizeof out->table);
     }
@@ -386,6 +419,7 @@ static bool form_of_codes(const struct qkv_matrix *m, struct qkv_form *out)
     case QKV_MEANING_OFFSET:
     case QKV_MEANING_SIGNED:
         out->code = integer_code(&m->codes);
+        set_range(out, m->codes.bits, m->codes.meaning != QKV_MEANING_UNSIGNED);
         break;
     }
     out->row_scale = m->factor.data != NULL || scale_is_per_row(m);

@@ -123,6 +123,8 @@ struct qkv_form {
     enum qkv_scale scale;
     enum qkv_scale min;
     bool row_scale;
+    int32_t bits; /* integer codes: all lie in [lowest, lowest + 2^bits) */
+    int32_t lowest;
     float table[16]; /* of T4, T4X2 */
 };
 

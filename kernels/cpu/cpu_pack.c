@@ -21,7 +21,7 @@ size_t qkv_cpu_code_bits(enum qkv_pack pack)
     static const uint8_t bits[] = {
         [QKV_PACK_F32] = 32, [QKV_PACK_BF16] = 16, [QKV_PACK_BF16X2] = 32, [QKV_PACK_I8] = 8,
         [QKV_PACK_U8] = 8,   [QKV_PACK_E4M3] = 8,  [QKV_PACK_I4] = 4,      [QKV_PACK_U4] = 4,
-        [QKV_PACK_T4] = 4,   [QKV_PACK_T4X2] = 4,
+        [QKV_PACK_T4] = 4,   [QKV_PACK_T4X2] = 4,  [QKV_PACK_C5] = 5,      [QKV_PACK_C6] = 6,
     };
     return bits[pack];
 }
@@ -96,10 +96,47 @@ static void byte_words(const int8_t *restrict code, size_t n, int offset, uint32
     }
 }
 
+/* Codes 2 * pair and the one after it, less `lowest`, in the low bits of either half. */
+static inline uint32_t pair_word(const int8_t *code, size_t pair, int lowest)
+{
+    return (uint32_t)(code[2 * pair] - lowest) | (uint32_t)(code[2 * pair + 1] - lowest) << 16;
+}
+
+/* Of C5: a word has three pairs and a bit of the last. */
+static void five_bit_words(const int8_t *code, size_t n, int lowest, uint32_t *out)
+{
+    for (size_t i = 0; i < n / 32; i++, code += 32) {
+        for (size_t w = 0; w < 5; w++) {
+            uint32_t bit = pair_word(code, 15, lowest) >> w & 0x00010001u;
+            *out++ = pair_word(code, 3 * w, lowest) | pair_word(code, 3 * w + 1, lowest) << 5 |
+                     pair_word(code, 3 * w + 2, lowest) << 10 | bit << 15;
+        }
+    }
+}
+
+/* Of C6: a word has two pairs and a part of the last two. */
+static void six_bit_words(const int8_t *code, size_t n, int lowest, uint32_t *out)
+{
+    for (size_t i = 0; i < n / 16; i++, code += 16) {
+        uint32_t six = pair_word(code, 6, lowest);
+        uint32_t seven = pair_word(code, 7, lowest);
+        uint32_t rest[3] = {six & 0x000f000fu, seven & 0x000f000fu,
+                            (six >> 4 & 0x00030003u) | (seven >> 2 & 0x000c000cu)};
+        for (size_t w = 0; w < 3; w++) {
+            *out++ = pair_word(code, 2 * w, lowest) | pair_word(code, 2 * w + 1, lowest) << 6 |
+                     rest[w] << 12;
+        }
+    }
+}
+
 static void code_words(const struct qkv_weight *w, const int8_t *code, size_t n, uint32_t *out)
 {
     int offset = w->bytes ? qkv_cpu_byte_offset(w->pack) : 0;
-    if (qkv_cpu_code_bits(w->pack) == 8) {
+    if (w->pack == QKV_PACK_C5) {
+        five_bit_words(code, n, w->lowest, out);
+    } else if (w->pack == QKV_PACK_C6) {
+        six_bit_words(code, n, w->lowest, out);
+    } else if (qkv_cpu_code_bits(w->pack) == 8) {
         byte_words(code, n, offset, out);
     } else if (w->bytes) {
         nibble_byte_words(code, n, offset, out);
@@ -336,7 +373,7 @@ static void pack_piece(struct piece *p, size_t panel, size_t n_columns)
         .panel = p->panel,
         .first = p->first,
         .n = p->n,
-        .offset = p->w->bytes ? (uint32_t)qkv_cpu_byte_offset(p->w->pack) : 0,
+        .offset = (uint32_t)(p->w->bytes ? qkv_cpu_byte_offset(p->w->pack) : -p->w->lowest),
     });
 }
 

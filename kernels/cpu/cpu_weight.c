@@ -12,7 +12,8 @@
 #include "ops.h"
 #include "quant/matrix.h"
 
-static enum qkv_pack pack_of(enum qkv_code code, enum qkv_compute compute)
+/* Codes of 5 and 6 bits take no more, where a group has whole units of them. */
+static enum qkv_pack pack_of(const struct qkv_form *form, enum qkv_compute compute, bool bytes)
 {
     static const uint8_t packs[] = {
         [QKV_CODE_BF16] = QKV_PACK_BF16, [QKV_CODE_BF16X2] = QKV_PACK_BF16X2,
@@ -21,7 +22,13 @@ static enum qkv_pack pack_of(enum qkv_code code, enum qkv_compute compute)
         [QKV_CODE_E4M3] = QKV_PACK_E4M3, [QKV_CODE_T4] = QKV_PACK_T4,
         [QKV_CODE_T4X2] = QKV_PACK_T4X2,
     };
-    return compute == QKV_COMPUTE_F32 ? QKV_PACK_F32 : (enum qkv_pack)packs[code];
+    if (compute == QKV_COMPUTE_F32) {
+        return QKV_PACK_F32;
+    }
+    if (form->code == QKV_CODE_I8 && form->group != 0 && form->bits <= 6 && !bytes) {
+        return form->bits <= 5 && form->group >= 32 ? QKV_PACK_C5 : QKV_PACK_C6;
+    }
+    return (enum qkv_pack)packs[form->code];
 }
 
 bool qkv_cpu_takes_int8(enum qkv_code code)
@@ -110,6 +117,14 @@ static struct qkv_input plan_input(const struct qkv_matrix *matrix, enum qkv_cod
 
 static void plan_table(const struct qkv_form *form, struct qkv_weight *w)
 {
+    if (w->pack == QKV_PACK_C5 || w->pack == QKV_PACK_C6) {
+        w->lowest = form->lowest;
+        for (int i = 0; i < 32; i++) {
+            w->table_high[i] = qkv_bf16_from_f32((float)(form->lowest + i));
+            w->table_low[i] = qkv_bf16_from_f32((float)(form->lowest + 32 + i));
+        }
+        return;
+    }
     memcpy(w->table, form->table, sizeof w->table);
     for (int i = 0; i < 16; i++) {
         qkv_cpu_split_value(form->table[i], &w->table_high[i], &w->table_low[i]);
@@ -123,10 +138,10 @@ static void plan_layout(const struct qkv_matrix *matrix, const struct qkv_form *
                         enum qkv_compute compute, enum qkv_activations activations,
                         struct qkv_weight *w)
 {
-    w->pack = pack_of(form->code, compute);
     w->input = plan_input(matrix, form->code, activations);
     w->bytes = w->input.quant == QKV_INPUT_INT8 && compute == QKV_COMPUTE_BF16 &&
                qkv_cpu_takes_int8(form->code);
+    w->pack = pack_of(form, compute, w->bytes);
     w->n_out = (int32_t)matrix->n_out;
     w->k_in = (int32_t)matrix->k_in;
     w->k_pad = (int32_t)qkv_round_up((size_t)w->k_in, QKV_UNIT);
@@ -167,7 +182,8 @@ static size_t layout_bytes(const struct qkv_matrix *matrix, const struct qkv_for
     return place_rest(matrix, form, ordered, (size_t)n_bytes, w);
 }
 
-uint64_t qkv_cpu_packed_bytes(const struct qkv_matrix *matrix, enum qkv_compute compute)
+uint64_t qkv_cpu_packed_bytes(const struct qkv_matrix *matrix, enum qkv_compute compute,
+                              enum qkv_activations activations)
 {
     struct qkv_form form = {0};
     struct qkv_weight w = {0};
@@ -178,8 +194,7 @@ uint64_t qkv_cpu_packed_bytes(const struct qkv_matrix *matrix, enum qkv_compute 
     if (form.code == QKV_CODE_NONE) {
         return 0;
     }
-    /* The byte layout is as large. */
-    plan_layout(matrix, &form, compute, QKV_ACTIVATIONS_BF16, &w);
+    plan_layout(matrix, &form, compute, activations, &w);
     return layout_bytes(matrix, &form, takes_order(matrix, &w), &w);
 }
 
@@ -293,7 +308,33 @@ size_t qkv_cpu_weight_bytes(const struct qkv_weight *weight)
 
 /* ---- one row back ---- */
 
-/* The byte or nibble of element k; the byte layout's offset is taken off. */
+/* The same of C5 and C6. */
+static int narrow_code(const struct qkv_weight *w, const uint8_t *codes, size_t k, size_t column)
+{
+    const uint32_t *word = (const uint32_t *)(const void *)codes + column;
+    unsigned half = k % 2 * 16;
+    if (w->pack == QKV_PACK_C6) {
+        size_t pair = k % 16 / 2;
+        word += k / 16 * 3 * QKV_PANEL;
+        if (pair < 6) {
+            return (int)(word[pair / 2 * QKV_PANEL] >> (half + pair % 2 * 6) & 63);
+        }
+        uint32_t high = word[2 * QKV_PANEL] >> (half + 12 + (pair - 6) * 2) & 3;
+        return (int)((word[(pair - 6) * QKV_PANEL] >> (half + 12) & 15) | high << 4);
+    }
+    size_t pair = k % 32 / 2;
+    word += k / 32 * 5 * QKV_PANEL;
+    if (pair < 15) {
+        return (int)(word[pair / 3 * QKV_PANEL] >> (half + pair % 3 * 5) & 31);
+    }
+    uint32_t code = 0;
+    for (size_t i = 0; i < 5; i++) {
+        code |= (word[i * QKV_PANEL] >> (half + 15) & 1) << i;
+    }
+    return (int)code;
+}
+
+/* The byte, nibble or index of element k; the byte layout's offset is taken off. */
 static int stored_code(const struct qkv_weight *w, const uint8_t *codes, size_t k, size_t column)
 {
     size_t quad = k / 4;
@@ -305,6 +346,9 @@ static int stored_code(const struct qkv_weight *w, const uint8_t *codes, size_t 
     }
     if (w->pack == QKV_PACK_E4M3) {
         return codes[(k / 2 * QKV_PANEL + column) * 2 + k % 2];
+    }
+    if (w->pack == QKV_PACK_C5 || w->pack == QKV_PACK_C6) {
+        return narrow_code(w, codes, k, column);
     }
     if (wide) {
         return codes[k * QKV_PANEL + column];
@@ -325,6 +369,9 @@ static float code_value(const struct qkv_weight *w, int code)
         return (float)(int8_t)code;
     case QKV_PACK_I4:
         return (float)(w->bytes ? code : (code ^ 8) - 8);
+    case QKV_PACK_C5:
+    case QKV_PACK_C6:
+        return (float)(code + w->lowest);
     case QKV_PACK_U8:
     case QKV_PACK_U4:
     case QKV_PACK_F32:

@@ -11,6 +11,12 @@
  *     I4, U4, T4, T4X2
  *             [32 c] uint32, pair j at bits 4j (even k) and 16 + 4j (odd k): after a shift by 4j a
  *             table lookup of 16-bit lanes gives the pair, one of 32-bit lanes the even one
+ *     C5      of 4 units [5 words][32 c] uint32, less the lowest code: pairs 3i, 3i + 1, 3i + 2 in
+ *             word i at bits 0, 5, 10 (even k) and 16, 21, 26 (odd k); bit i of pair 15 at bits 15
+ *             and 31 of word i
+ *     C6      of 2 units [3 words][32 c] uint32, the same: pairs 2i, 2i + 1 in word i at bits 0, 6
+ *             and 16, 22; of pair 6 the low 4 bits at bits 12 and 28 of word 0, of pair 7 in word
+ *             1; their high bits at 12 and 28, 14 and 30 of word 2
  *   In the byte layout, for activations in int8, codes are unsigned, code + offset:
  *     I8, U8  [2 quads][32 c][4 k] uint8, offset 128 for I8, 0 for U8
  *     I4, U4  [32 c] uint32, k 0 to 3 in the low nibbles of its bytes, 4 to 7 in the high ones;
@@ -48,7 +54,9 @@ enum qkv_pack {
     QKV_PACK_I4,
     QKV_PACK_U4,
     QKV_PACK_T4,
-    QKV_PACK_T4X2
+    QKV_PACK_T4X2,
+    QKV_PACK_C5, /* integers of 5 and 6 bits, with scales of groups that fill their units */
+    QKV_PACK_C6
 };
 
 /* Where a panel keeps scales or minima. */
@@ -71,11 +79,12 @@ struct qkv_weight {
     struct qkv_pack_scale scale;
     struct qkv_pack_scale min;
     size_t panel_bytes;
+    int32_t lowest;          /* of C5 and C6: what code 0 stands for */
     float table[16];         /* of T4 and T4X2 */
-    uint16_t table_high[32]; /* the same as bf16 terms, high + low, twice in a row */
-    uint16_t table_low[32];
-    struct qkv_input input; /* how the input is quantized on this device */
-    uint8_t *data;          /* [n_panels, panel_bytes], 64-byte aligned, and what comes after */
+    uint16_t table_high[32]; /* the same as bf16 terms, high + low, twice in a row; */
+    uint16_t table_low[32];  /* of C5 and C6: codes 0 to 31, 32 to 63, as bf16 */
+    struct qkv_input input;  /* how the input is quantized on this device */
+    uint8_t *data;           /* [n_panels, panel_bytes], 64-byte aligned, and what comes after */
     size_t n_bytes;
     float *row_scale; /* [n_panels * 32] or NULL */
     int32_t *k_order; /* [k_in] or NULL: column i is k_order[i] of the input */

@@ -61,7 +61,7 @@ struct qkv_cpu_rows {
     uint8_t *panel;
     size_t first; /* elements [first, first + n) along K, whole blocks (bf16: units) */
     size_t n;
-    uint32_t offset; /* what the byte layout adds to a code, 0 in the other */
+    uint32_t offset; /* what the layout adds to a code */
 };
 
 struct qkv_cpu_gemm_ops {

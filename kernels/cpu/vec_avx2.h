@@ -394,6 +394,10 @@ static inline void vi_row_words(const uint8_t *const *row, size_t at, vi out[4])
     out[2] = _mm256_unpacklo_epi64(ab, cd);
     out[3] = _mm256_unpackhi_epi64(ab, cd);
 }
+static inline vf vf_from_vi(vi a)
+{
+    return _mm256_cvtepi32_ps(a);
+}
 static inline vi vi_set1(uint32_t x)
 {
     return _mm256_set1_epi32((int)x);

@@ -286,6 +286,11 @@ static inline void vi_row_words(const uint8_t *const *row, size_t at, vi out[4])
 {
     memcpy(out, row[0] + at, 4 * sizeof *out);
 }
+/* Of integers below 2^31. */
+static inline vf vf_from_vi(vi a)
+{
+    return (float)a;
+}
 static inline vi vi_set1(uint32_t x)
 {
     return x;

@@ -54,10 +54,12 @@ class Checkpoint:
         matrices: str,
         arrays: dict[str, NDArray[np.float32]] | None = None,
         float32: bool = False,
+        int8: bool = False,
     ) -> dict[str, dict[str, Any]]:
         """What the CPU backend makes of each described weight, by its name: its form
         (csrc/quant/matrix.h) as "code", "group", "scale", "min", "row_scale", and "bytes".
-        `shapes`: (rows, cols) of each, else KeyError. CheckpointError as matrix()."""
+        `shapes`: (rows, cols) of each, else KeyError; int8: for activations in int8.
+        CheckpointError as matrix()."""
     def model_config(self) -> dict[str, Any]:
         """The validated numbers of csrc/model/config.h; raises as loading would."""
     def kv_scales(self) -> list[tuple[int, str, str, NDArray[np.float32]]]:
@@ -311,8 +313,10 @@ def kv_formats() -> list[tuple[str, float]]:
 def kv_row_bytes(format: str, dim: int, /) -> int:
     """Of one token of one head of K or V, block scales included."""
 
-def packed_bytes(format: str, n_out: int, k_in: int, float32: bool = False, /) -> int:
-    """Of a weight in the CPU backend, without loading it."""
+def packed_bytes(
+    format: str, n_out: int, k_in: int, float32: bool = False, int8: bool = False, /
+) -> int:
+    """Of a weight in the CPU backend, without loading it. int8: for activations in int8."""
 
 def threads_available() -> int: ...
 def simulate(

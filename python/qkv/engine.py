@@ -132,17 +132,22 @@ class Engine:
         self._path = models.resolve(model)
         self._tokenizer: Tokenizer | None = own
         self._tokenizer_error: Exception | None = None
+        int8 = activation_quant == "int8"
         checkpoint = Checkpoint(self._path)
         try:
             self._container = checkpoint.container
             self._folder = checkpoint.folder
-            self._weights = weight_set.read(checkpoint, self._path, quantization, compute_dtype)
+            self._weights = weight_set.read(
+                checkpoint, self._path, quantization, compute_dtype, int8
+            )
             config = checkpoint.model_config()
             carried = checkpoint.kv_scales()
             self._model_types = kv_scales.model_types(checkpoint)
         finally:
             checkpoint.close()
-        self._prefill = weight_set.for_prompts(prefill_quantization, self._weights, compute_dtype)
+        self._prefill = weight_set.for_prompts(
+            prefill_quantization, self._weights, compute_dtype, int8
+        )
         sets = [self._weights] if self._prefill is None else [self._weights, self._prefill]
         for note in [note for weights in sets for note in weights.summary["notes"]]:
             _log.warning("%s", note)

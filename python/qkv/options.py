@@ -264,6 +264,7 @@ def packed_bytes(
     tensors: Sequence[tuple[str, str, tuple[int, ...], int]],
     *,
     compute_dtype: str,
+    int8: bool = False,
     forms: Forms | None = None,
     taken: Collection[str] = (),
     target: str = "",
@@ -271,28 +272,29 @@ def packed_bytes(
     heads: tuple[int, int, int] | None = None,
 ) -> int:
     """Bytes of a checkpoint's tensors in the CPU backend; as in the file where it has no such
-    weight (which loading then refuses). `forms`: of the described weights (in that compute_dtype),
-    `shapes` theirs, and `taken` the tensors that they are made of. `target`: what matrices are
-    quantized to while loading, as _core.Engine's `online` says it. `heads`: of latent attention,
-    their number, channels of their keys that are not rotated, and of their values."""
-    float32 = compute_dtype == "float32"
+    weight (which loading then refuses). int8: for activations in int8. `forms`: of the described
+    weights (for that arithmetic), `shapes` theirs, and `taken` the tensors that they are made of.
+    `target`: what matrices are quantized to while loading, as _core.Engine's `online` says it.
+    `heads`: of latent attention, their number, channels of their keys that are not rotated, and of
+    their values."""
+    arithmetic = (compute_dtype == "float32", int8)
     total = 0
     for weight, form in (forms or {}).items():
         shape = (shapes or {}).get(weight)
         if heads and shape and _is_by_head(weight):
-            total += _by_head("F32", shape, heads, float32)
+            total += _by_head("F32", shape, heads, arithmetic)
             continue
-        made = None if shape is None else _made(weight, target, shape, float32)
+        made = None if shape is None else _made(weight, target, shape, arithmetic)
         total += int(form["bytes"]) if made is None else made
     for tensor, fmt, dims, n_bytes in tensors:
         if tensor in taken:
             continue
         if heads and _is_by_head(tensor):
-            total += _by_head("BF16" if fmt == "BF16" else "F32", dims, heads, float32)
+            total += _by_head("BF16" if fmt == "BF16" else "F32", dims, heads, arithmetic)
             continue
-        made = _made(tensor, target, dims, float32)
+        made = _made(tensor, target, dims, arithmetic)
         try:
-            total += _packed(fmt, dims, float32) if made is None else made
+            total += _packed(fmt, dims, arithmetic) if made is None else made
         except ValueError:
             total += n_bytes
     return total
@@ -304,12 +306,15 @@ def _is_by_head(weight: str) -> bool:
     return weight.split(".")[-2:-1] in parts
 
 
-def _by_head(fmt: str, shape: tuple[int, ...], heads: tuple[int, int, int], float32: bool) -> int:
+def _by_head(
+    fmt: str, shape: tuple[int, ...], heads: tuple[int, int, int], arithmetic: tuple[bool, bool]
+) -> int:
     n_heads, nope, v_dim = heads
     if len(shape) == 3:
-        return _packed(fmt, shape, float32)
+        return _packed(fmt, shape, arithmetic)
     rank = shape[-1]
-    return n_heads * (_packed(fmt, (rank, nope), float32) + _packed(fmt, (v_dim, rank), float32))
+    by_key = _packed(fmt, (rank, nope), arithmetic)
+    return n_heads * (by_key + _packed(fmt, (v_dim, rank), arithmetic))
 
 
 def is_end(weight: str) -> bool:
@@ -317,24 +322,26 @@ def is_end(weight: str) -> bool:
     return weight.split(".")[-2:-1] in (["embed_tokens"], ["lm_head"], ["token_embd"], ["output"])
 
 
-def _made(weight: str, target: str, shape: tuple[int, ...], float32: bool) -> int | None:
+def _made(
+    weight: str, target: str, shape: tuple[int, ...], arithmetic: tuple[bool, bool]
+) -> int | None:
     """Bytes of what is made of a weight while loading; None where it stays as it is: embedding and
     head (but for MLX's targets), and rows that the target's groups do not divide."""
     if not target or len(shape) < 2 or (is_end(weight) and not target.startswith("mlx")):
         return None
     try:
-        return _packed(target, shape, float32)
+        return _packed(target, shape, arithmetic)
     except ValueError:
         return None
 
 
-def _packed(fmt: str, shape: tuple[int, ...], float32: bool) -> int:
+def _packed(fmt: str, shape: tuple[int, ...], arithmetic: tuple[bool, bool]) -> int:
     if len(shape) < 2:
         return 4 * (shape[0] if shape else 1)
     n_matrices = 1
     for size in shape[:-2]:
         n_matrices *= size
-    return n_matrices * _core.packed_bytes(fmt, shape[-2], shape[-1], float32)
+    return n_matrices * _core.packed_bytes(fmt, shape[-2], shape[-1], *arithmetic)
 
 
 def _limit(path: Path, name: str) -> int | None:

@@ -53,12 +53,17 @@ class WeightSet:
 
 
 def read(
-    checkpoint: Checkpoint, path: str, quantization: str | None, compute_dtype: str
+    checkpoint: Checkpoint,
+    path: str,
+    quantization: str | None,
+    compute_dtype: str,
+    int8: bool = False,
 ) -> WeightSet:
-    """Of an open checkpoint; `quantization` as detect() takes it, which says what it raises."""
+    """Of an open checkpoint; `quantization` as detect() takes it, which says what it raises. int8:
+    for activations in int8."""
     detected = detect(checkpoint, quantization)
     tensors = checkpoint.tensors()
-    packed = forms(checkpoint, detected, float32=compute_dtype == "float32")
+    packed = forms(checkpoint, detected, float32=compute_dtype == "float32", int8=int8)
     found = WeightSet(
         path=path,
         container=checkpoint.container,
@@ -71,6 +76,7 @@ def read(
     n_bytes = options.packed_bytes(
         tensors,
         compute_dtype=compute_dtype,
+        int8=int8,
         forms=packed,
         taken=detected.taken,
         target=found.target,
@@ -90,7 +96,10 @@ def _heads(checkpoint: Checkpoint) -> tuple[int, int, int] | None:
 
 
 def for_prompts(
-    given: str | os.PathLike[str] | None, decode: WeightSet, compute_dtype: str
+    given: str | os.PathLike[str] | None,
+    decode: WeightSet,
+    compute_dtype: str,
+    int8: bool = False,
 ) -> WeightSet | None:
     """What `prefill_quantization` asks for beside `decode`, the set for generated positions; None
     if that is the same weights. A name is read in decode's checkpoint, or made of it; a path is
@@ -105,7 +114,7 @@ def for_prompts(
             path = decode.path
         checkpoint = Checkpoint(path)
         try:
-            found = read(checkpoint, path, name, compute_dtype)
+            found = read(checkpoint, path, name, compute_dtype, int8)
             carried = path != decode.path and bool(checkpoint.kv_scales())
         finally:
             checkpoint.close()
@@ -116,10 +125,10 @@ def for_prompts(
     if carried:
         note = "its scales of the KV cache are not used: both phases use those of the model"
         found.summary["notes"].append(note)
-    return replace(found, n_bytes=found.n_bytes - _shared_bytes(found, decode, compute_dtype))
+    return replace(found, n_bytes=found.n_bytes - _shared_bytes(found, decode, compute_dtype, int8))
 
 
-def _shared_bytes(found: WeightSet, decode: WeightSet, compute_dtype: str) -> int:
+def _shared_bytes(found: WeightSet, decode: WeightSet, compute_dtype: str, int8: bool) -> int:
     """Of plain embeddings and heads of the same files, which the backend holds once."""
     targets = (found.target, decode.target)
     if found.path != decode.path or any(target.startswith("mlx") for target in targets):
@@ -129,4 +138,4 @@ def _shared_bytes(found: WeightSet, decode: WeightSet, compute_dtype: str) -> in
         for entry in found.tensors
         if options.is_end(entry[0]) and entry[0] not in found.detected.taken
     ]
-    return options.packed_bytes(ends, compute_dtype=compute_dtype)
+    return options.packed_bytes(ends, compute_dtype=compute_dtype, int8=int8)

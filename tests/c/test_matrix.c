@@ -156,6 +156,13 @@ static double code_value(const struct qkv_form *form, int8_t code)
     }
 }
 
+/* Whether a code is among those that the form promises. */
+static bool in_range(const struct qkv_form *form, int8_t code)
+{
+    int value = form->code == QKV_CODE_U8 ? (uint8_t)code : code;
+    return form->bits == 0 || (value >= form->lowest && value < form->lowest + (1 << form->bits));
+}
+
 /* Reads all pieces of a row and puts the values together, in double. */
 static void values_of_form(const struct qkv_matrix *m, const struct qkv_form *form, int64_t row,
                            const int32_t *k_order, double *out)
@@ -167,6 +174,7 @@ static void values_of_form(const struct qkv_matrix *m, const struct qkv_form *fo
         qkv_matrix_read(m, form, row, first, n, k_order, &piece);
         for (int64_t i = 0; i < n; i++) {
             double value = code_value(form, piece.code[i]);
+            CHECK(in_range(form, piece.code[i]));
             if (form->group != 0) {
                 int64_t g = i / form->group;
                 double scale =

@@ -62,11 +62,52 @@ static void or_u32(uint8_t *at, uint32_t bits)
     memcpy(at, &word, sizeof word);
 }
 
-static void expect_code(const struct qkv_weight *w, uint8_t *panel, size_t k, size_t c, int code)
+/* Three pairs to a word, and the bits of the sixteenth in what is left of five of them. */
+static void expect_five_bits(uint8_t *panel, size_t k, size_t c, uint32_t code)
+{
+    uint8_t *words = panel + (k / 32 * 5 * 32 + c) * 4;
+    size_t pair = k % 32 / 2;
+    size_t half = k % 2 * 16;
+    for (size_t i = 0; pair == 15 && i < 5; i++) {
+        or_u32(words + i * 128, (code >> i & 1) << (half + 15));
+    }
+    if (pair != 15) {
+        or_u32(words + pair / 3 * 128, code << (half + pair % 3 * 5));
+    }
+}
+
+/* Two to a word; of the seventh and eighth 4 bits in the first and the second, 2 in the third. */
+static void expect_six_bits(uint8_t *panel, size_t k, size_t c, uint32_t code)
+{
+    uint8_t *words = panel + (k / 16 * 3 * 32 + c) * 4;
+    size_t pair = k % 16 / 2;
+    size_t half = k % 2 * 16;
+    if (pair < 6) {
+        or_u32(words + pair / 2 * 128, code << (half + pair % 2 * 6));
+    } else {
+        or_u32(words + (pair - 6) * 128, (code & 15) << (half + 12));
+        or_u32(words + 2 * 128, code >> 4 << (half + 12 + (pair - 6) * 2));
+    }
+}
+
+/* Of formats of 5 and 6 bits. */
+static int lowest_code(enum qkv_format format)
+{
+    return format == QKV_FORMAT_Q6_K                                ? -32
+           : format == QKV_FORMAT_Q5_1 || format == QKV_FORMAT_Q5_K ? 0
+                                                                    : -16;
+}
+
+static void expect_code(enum qkv_format format, const struct qkv_weight *w, uint8_t *panel,
+                        size_t k, size_t c, int code)
 {
     size_t unit = k / 8;
     size_t in_unit = k % 8;
-    if (w->pack == QKV_PACK_I8 && w->bytes) {
+    if (w->pack == QKV_PACK_C5) {
+        expect_five_bits(panel, k, c, (uint32_t)(code - lowest_code(format)));
+    } else if (w->pack == QKV_PACK_C6) {
+        expect_six_bits(panel, k, c, (uint32_t)(code - lowest_code(format)));
+    } else if (w->pack == QKV_PACK_I8 && w->bytes) {
         panel[(k / 4 * 32 + c) * 4 + k % 4] = (uint8_t)(code + 128);
     } else if (w->pack == QKV_PACK_I8) {
         panel[k * 32 + c] = (uint8_t)code;
@@ -109,7 +150,7 @@ static void expect_codes(enum qkv_format format, const struct qkv_weight *w, con
         struct qkv_unpacked u;
         qkv_codec_unpack(format, row + block * (size_t)traits->block_bytes, &u);
         for (size_t i = 0; i < block_elems; i++) {
-            expect_code(w, panel, block * block_elems + i, c, u.code[i]);
+            expect_code(format, w, panel, block * block_elems + i, c, u.code[i]);
         }
         if (w->scale.kind == QKV_SCALE_E8M0 || w->scale.kind == QKV_SCALE_E4M3) {
             size_t groups = block_elems / (size_t)traits->group;

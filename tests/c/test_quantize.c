@@ -400,6 +400,11 @@ static void test_affine(void)
     qkv_quantized_free(&q);
 }
 
+static uint64_t packed_bytes(const struct qkv_matrix *m)
+{
+    return qkv_cpu_packed_bytes(m, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16);
+}
+
 /* What is planned has the form of what is made, and reads nothing beyond what is there. */
 static void test_planned_form(void)
 {
@@ -424,8 +429,8 @@ static void test_planned_form(void)
         CHECK_EQ_INT(form.min, made.min);
         CHECK_EQ_INT(form.row_scale, made.row_scale);
         CHECK(memcmp(form.table, made.table, sizeof form.table) == 0);
-        const uint64_t n_bytes = qkv_cpu_packed_bytes(&q.matrix, QKV_COMPUTE_BF16);
-        CHECK(n_bytes > 0 && qkv_cpu_packed_bytes(&planned, QKV_COMPUTE_BF16) == n_bytes);
+        const uint64_t n_bytes = packed_bytes(&q.matrix);
+        CHECK(n_bytes > 0 && packed_bytes(&planned) == n_bytes);
         qkv_quantized_free(&q);
     }
     free(x);

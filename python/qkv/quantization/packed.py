@@ -16,10 +16,12 @@ Tensors = Iterable[tuple[str, str, tuple[int, ...], int]]
 FALLBACK = "2 bf16"
 
 
-def forms(checkpoint: _core.Checkpoint, found: Detected, *, float32: bool = False) -> Forms:
-    """Of the described weights."""
+def forms(
+    checkpoint: _core.Checkpoint, found: Detected, *, float32: bool = False, int8: bool = False
+) -> Forms:
+    """Of the described weights; int8: for activations in int8."""
     matrices, arrays = to_core(found.matrices)
-    return checkpoint.forms(found.shapes, matrices, arrays, float32)
+    return checkpoint.forms(found.shapes, matrices, arrays, float32, int8)
 
 
 def form_text(form: Mapping[str, Any]) -> str:
