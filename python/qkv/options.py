@@ -1,5 +1,6 @@
 """The engine's options: which values there are, and what this version makes of them."""
 
+import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -288,6 +289,9 @@ def packed_bytes(
         total += int(form["bytes"]) if made is None else made
     for tensor, fmt, dims, n_bytes in tensors:
         if tensor in taken:
+            continue
+        if tensor.endswith("bias"):  # those of experts have two dimensions
+            total += 4 * math.prod(dims)
             continue
         if heads and _is_by_head(tensor):
             total += _by_head("BF16" if fmt == "BF16" else "F32", dims, heads, arithmetic)

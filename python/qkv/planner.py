@@ -19,6 +19,7 @@ from typing import Any
 from . import _core, models, options, tables, weight_set
 from .params import integer
 from .quantization import METHODS
+from .quantization.names import by_glob
 
 GIB = 2**30
 _MOST_GIB = 2**30
@@ -287,20 +288,32 @@ def _n_table_weights(config: Mapping[str, Any]) -> int:
     return _need(config, "vocab_size") * _need(config, "hidden_size") * (1 if tied else 2)
 
 
+def _attention_is_plain(quantized: Mapping[str, Any]) -> bool:
+    """Whether the declared format leaves out the first layer's attention, as gpt-oss' does."""
+    names = quantized.get("modules_to_not_convert")
+    listed = names if isinstance(names, list) else []
+    return by_glob(str(name) for name in listed)("model.layers.0.self_attn.q_proj") is not None
+
+
 def weight_bytes(config: Mapping[str, Any], quantization: str | None = None) -> int:
     """Estimated from the config: linear layers in the declared format, or in what `quantization`
-    makes of them, the tables in 2 bytes, but MLX's, which are quantized, too."""
+    makes of them, the tables in 2 bytes, but MLX's, which are quantized, too; in 2 bytes also the
+    attention that the declared format leaves out."""
     config = _language_model(config)
     shape = kv_shape(config)
     n_layers = len(shape.layers)
-    matrices = _attention_weights(config, shape) + _ffn_weights(config, n_layers)
-    tables = _n_table_weights(config)
+    matrices, plain = _ffn_weights(config, n_layers), _n_table_weights(config)
     made = _made_bytes(quantization)
     n_bytes = _bytes_per_weight(config) if made is None else made
     quantized = _section(config, "quantization_config") or _section(config, "quantization")
+    attention = _attention_weights(config, shape)
+    if made is None and _attention_is_plain(quantized):
+        plain += attention
+    else:
+        matrices += attention
     is_mlx = "bits" in quantized and not quantized.get("quant_method")
     is_mlx = is_mlx or _target(quantization).startswith("mlx")
-    return int(matrices * n_bytes) + int(tables * (n_bytes if is_mlx else 2))
+    return int(matrices * n_bytes) + int(plain * (n_bytes if is_mlx else 2))
 
 
 def row_weights(config: Mapping[str, Any]) -> int:
