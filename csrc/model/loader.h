@@ -1,4 +1,4 @@
-/* Loading a model's weights, from the inside: what model.c and load_latent.c share. */
+/* Loading a model's weights, from the inside: what model.c, survey.c and load_latent.c share. */
 #ifndef QKV_MODEL_LOADER_H
 #define QKV_MODEL_LOADER_H
 
@@ -17,6 +17,11 @@ struct loader {
     bool asked[QKV_FORMAT_COUNT]; /* whether the device has this format of a matrix */
     struct qkv_error first_left;  /* why the first of counts.n_left matrices is one */
 };
+
+/* Fills `asked`, `total_bytes` and what the model says of int8; fails where the backend lacks what
+ * is bound, or int8 is wanted and nothing takes it. */
+enum qkv_status qkv_survey(struct qkv_error *err, struct loader *loader);
+bool qkv_is_quantized_online(const struct loader *loader, enum qkv_part part);
 
 /* A part that is bound, into the backend. The norm's *out stays NULL if it is not there. */
 enum qkv_status qkv_load_matrix(struct qkv_error *err, struct loader *loader, int32_t layer,
