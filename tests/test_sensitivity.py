@@ -35,7 +35,7 @@ def sweep(low: Any = "fp8_e4m3", **more: Any) -> layers.Sweep:
     fields: dict[str, Any] = {
         "model": "m", "lane": "low", "base": lane("bf16"), "low": lane(low), "parts": ("k", "v"),
         "task": "t", "length": LENGTH, "keys": KEYS, "kl_bound": None, "n_kv_heads": 2,
-        "head_dim": 64,
+        "head_dim": 64, "kv_rank": 0,
     }  # fmt: skip
     return layers.Sweep(**fields | more)
 

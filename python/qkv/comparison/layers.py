@@ -61,15 +61,14 @@ class Sweep:
     kl_bound: float | None  # None: ALARM_SHARE of the KL that raises the alarm
     n_kv_heads: int
     head_dim: int
-    kv_rank: int = 0  # of latent attention
+    kv_rank: int  # of latent attention, else 0
 
     def record(self) -> Record:
         return {"kind": "layers_asked", **asdict(self)}
 
     @classmethod
     def of(cls, record: Record) -> Sweep:
-        older = {"kv_rank": 0}  # which journals from before do not say
-        given = {field.name: {**older, **record}[field.name] for field in fields(cls)}
+        given = {field.name: record[field.name] for field in fields(cls)}
         for name in ("base", "low"):
             pairs = [(k, v) for k, v in given[name]["layers"]]
             given[name] = options.Lane(given[name]["name"], pairs, given[name]["scales"])

@@ -56,6 +56,7 @@ _RECORDS: dict[str, dict[str, Check]] = {
         "model": _text, "lane": _text, "base": _formats, "low": _formats,
         "parts": _list_of(_text), "task": _text, "length": _count, "keys": _list_of(_text),
         "kl_bound": _or_none(_number), "n_kv_heads": _count, "head_dim": _count,
+        "kv_rank": _count,
     },
     "layers": {"model": _text, "key": _text, "lanes": _object},
 }  # fmt: skip
