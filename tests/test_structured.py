@@ -222,7 +222,8 @@ def test_many_choices(engine: qkv.Engine) -> None:
 def test_a_lexer_that_others_used_up(engine: qkv.Engine) -> None:
     """Sequences of a form share the bounds of its lexer: none is to feel the others."""
     spec = {"regex": "(a{1000}){1000}"}  # the first step of one takes all that there is
-    first, second = engine._guides.guide(spec), engine._guides.guide(spec)
+    grammar = engine._guides.grammar(spec)
+    first, second = grammar.guide(), grammar.guide()
     wanted, found = first.mask(), second.mask()
     assert first.error is None and second.error is None
     assert wanted.any() and np.array_equal(wanted, found)

@@ -205,10 +205,6 @@ class Guides:
         self._grammars.move_to_end(written)
         return found
 
-    def guide(self, structured: Mapping[str, Any]) -> Guide:
-        """Of a new sequence; waits. Error if the grammar does not compile."""
-        return self.grammar(structured).guide()
-
     def close(self) -> None:
         """What has not begun to compile never will."""
         self._pool.shutdown(wait=False, cancel_futures=True)
