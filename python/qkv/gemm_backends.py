@@ -31,14 +31,14 @@ class Generation:
 
 
 def _generation(archs: str, cards: str, fp8: str, fp4: str) -> Generation:
-    if archs != "sm_80 sm_86 sm_87":
-        fp8 += '; "cublaslt" asks for them'
     auto = {"fp8_gemm_backend": ("decode", fp8), "fp4_gemm_backend": ("decode", fp4)}
     return Generation(archs=archs.split(), cards=cards, auto=auto)
 
 
 _NO_FP4 = "its tensor cores have no FP4: codes quarter what is read, bf16 is what is multiplied"
-_UNMEASURED = "its FP8 units were not measured; in bf16 products of codes are exact"
+_UNMEASURED = (
+    'its FP8 units were not measured; in bf16 products of codes are exact; "cublaslt" asks for them'
+)
 _NO_BLOCKS = "a kernel for its block-scaled FP4 units is not in this build"
 
 #: For `qkv info`, and the reasons in Engine.info.
@@ -53,7 +53,8 @@ GENERATIONS: Sequence[Generation] = (
     _generation(
         "sm_90",
         "H100, H200",
-        "its FP8 units add up with fewer bits than fp32 has; in bf16 products of codes are exact",
+        "its FP8 units add up with fewer bits than fp32 has; in bf16 products of codes are exact; "
+        '"cublaslt" asks for them',
         _NO_FP4,
     ),
     _generation("sm_100 sm_103 sm_110", "B200, B300", _UNMEASURED, _NO_BLOCKS),

@@ -341,11 +341,8 @@ def _made(
 
 def _packed(fmt: str, shape: tuple[int, ...], arithmetic: tuple[bool, bool]) -> int:
     if len(shape) < 2:
-        return 4 * (shape[0] if shape else 1)
-    n_matrices = 1
-    for size in shape[:-2]:
-        n_matrices *= size
-    return n_matrices * _core.packed_bytes(fmt, shape[-2], shape[-1], *arithmetic)
+        return 4 * math.prod(shape)
+    return math.prod(shape[:-2]) * _core.packed_bytes(fmt, shape[-2], shape[-1], *arithmetic)
 
 
 def _limit(path: Path, name: str) -> int | None:

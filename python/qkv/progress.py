@@ -19,6 +19,10 @@ def _in_notebook() -> bool:
     return "ipykernel" in sys.modules
 
 
+def _takes_bar() -> bool:
+    return sys.stderr is not None and (sys.stderr.isatty() or _in_notebook())
+
+
 class Progress:
     """Rows done of a total (None: not known), tokens computed (prompt and output)."""
 
@@ -30,9 +34,8 @@ class Progress:
         self._tokens = 0
         self._start = self._last = time.monotonic()
         self._bar: Any = None
-        terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._lines = show and sys.stderr is not None and not (terminal or _in_notebook())
-        if show and not self._lines and sys.stderr is not None:
+        self._lines = show and sys.stderr is not None and not _takes_bar()
+        if show and _takes_bar():
             self._bar = tqdm(total=total, unit="row", desc=what, dynamic_ncols=True)
 
     def _speed(self, now: float) -> str:
@@ -98,8 +101,7 @@ class Loading:
         self._start = self._last = time.monotonic()
         self._total = self._done = 0
         self._bar: Any = None
-        terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._shows_bar = sys.stderr is not None and (terminal or _in_notebook())
+        self._shows_bar = _takes_bar()
 
     def __call__(self, done: int, total: int) -> None:
         """After each tensor; a second set of weights begins again from 0."""
