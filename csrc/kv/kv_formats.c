@@ -44,7 +44,7 @@ size_t qkv_kv_code_bytes(enum qkv_kv_format format, int32_t head_dim)
 {
     const size_t n_coded = coded(format, head_dim);
     return (n_coded * (size_t)traits[format].code_bits + 7) / 8 +
-           ((size_t)head_dim - n_coded) * (traits[format].tail == 0 ? 0 : sizeof(uint16_t));
+           ((size_t)head_dim - n_coded) * sizeof(uint16_t);
 }
 
 size_t qkv_kv_n_blocks(enum qkv_kv_format format, int32_t head_dim)

@@ -64,13 +64,16 @@ struct qkv_model {
     struct qkv_layer_plan *layers; /* [config.n_layers] */
 
     /* Buffers of a step, f32. */
-    struct qkv_buffer *x;    /* [max_rows, hidden]: the residual stream */
-    struct qkv_buffer *wide; /* [max_rows, max(q + k + v, 2 * ffn)]: q, k, v, then gate and up */
+    struct qkv_buffer *x; /* [max_rows, hidden]: the residual stream */
+    /* [max_rows, the widest]: q, k, v (of latent attention q, then the heads' values), then gate
+     * and up */
+    struct qkv_buffer *wide;
     struct qkv_buffer *q_latent;      /* of latent attention, or NULL: [max_rows, q_rank] */
     struct qkv_buffer *latent;        /* [max_rows, head_dim]: what is cached */
     struct qkv_buffer *absorbed;      /* [max_rows, n_heads * head_dim]: queries in its channels */
     struct qkv_buffer *router_logits; /* [max_rows, n_experts + shared_gate] or NULL */
-    struct qkv_buffer *heads;         /* [max_rows, n_heads * head_dim]: what attention returns */
+    struct qkv_buffer *heads;         /* [max_rows, n_heads * head_dim]: what attention returns; of
+                                         latent attention kv_rank channels a head */
     struct qkv_buffer
         *branch; /* [max_rows, hidden]: a block's output before its post-norm, or NULL */
     struct qkv_buffer *logits; /* [max_logit_rows, vocab] */
