@@ -102,6 +102,17 @@ def test_what_is_not_supported_is_named(
         qkv.Engine(tmp_path, kv_tokens=64)
 
 
+@pytest.mark.parametrize("shape", [(), (128,), (1, 128, 32), (0, 32)])
+def test_keys_and_values_of_another_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    made = make_tiny.write(tmp_path, "deepseek_v3")
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    tensors = {**make_tiny.make_tensors(made.config, 0), name: np.zeros(shape, np.float32)}
+    make_tiny.write_safetensors(tmp_path / "model.safetensors", tensors)
+    qkv.plan(tmp_path, memory_gib=1)  # counts it, loading refuses
+    with pytest.raises(_core.CheckpointError, match=r"kv_b_proj\.weight: shape \["):
+        qkv.Engine(tmp_path, kv_tokens=64)
+
+
 @pytest.mark.parametrize("arch", ["deepseek_v2", "deepseek_v3"])
 def test_gguf(tmp_path: Path, arch: str) -> None:
     """One name for both, keys and values in tensors of their own, mscale as a factor of a log."""

@@ -380,6 +380,10 @@ def test_the_control_lane_counts_as_bf16_when_asked_for() -> None:
         ({**QWEN3_30B, "mlp_only_layers": 5}, {}, "mlp_only_layers is 5"),
         ({**QWEN3_30B, "first_k_dense_replace": 99}, {}, "99 layers without experts, of 48"),
         ({**KIMI_K2, "qk_rope_head_dim": None}, {}, "qk_rope_head_dim is None"),
+        ({**KIMI_K2, "kv_lora_rank": None}, {}, "kv_lora_rank is None"),
+        ({**KIMI_K2, "kv_lora_rank": 0}, {}, "kv_lora_rank is 0"),
+        ({**KIMI_K2, "kv_lora_rank": 2**31 - 1}, {}, "kv_lora_rank is 2147483647.*at most"),
+        ({**QWEN3_8B, "head_dim": 2**31 - 1}, {}, "heads of 2147483647 channels.*at most"),
         (
             KIMI_K2,
             {"weights_gib": 1, "kv_cache_dtypes": [{"k": "fp8_e4m3", "v": "bf16"}]},

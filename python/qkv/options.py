@@ -314,7 +314,7 @@ def _by_head(
     fmt: str, shape: tuple[int, ...], heads: tuple[int, int, int], arithmetic: tuple[bool, bool]
 ) -> int:
     n_heads, nope, v_dim = heads
-    if len(shape) == 3:
+    if len(shape) != 2:  # as GGUF has them, or what loading refuses
         return _packed(fmt, shape, arithmetic)
     rank = shape[-1]
     by_key = _packed(fmt, (rank, nope), arithmetic)

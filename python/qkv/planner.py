@@ -85,6 +85,7 @@ def _by_layer(kv_dtype: str | options.KvLayers, n_layers: int) -> options.KvLaye
 # No model's number is near it, and no product of some of them is beyond a float.
 _LARGEST = 2**31 - 1
 _MOST_LAYERS = 4096
+_MOST_CHANNELS = 2**20
 
 
 def _need(config: Mapping[str, Any], key: str, largest: int = _LARGEST) -> int:
@@ -164,14 +165,19 @@ def kv_shape(config: Mapping[str, Any]) -> KvShape:
     window = _maybe(config, "sliding_window")
     windows = tuple(window if "sliding" in kind else 0 for kind in kinds)
     has_cache = ["linear" not in kind and "mamba" not in kind for kind in kinds]
-    if config.get("kv_lora_rank"):
-        rope_dim = _need(config, "qk_rope_head_dim")
-        latent = (1, _need(config, "kv_lora_rank") + rope_dim, 0)
+    if config.get("kv_lora_rank") or config.get("qk_rope_head_dim"):
+        rope_dim = _need(config, "qk_rope_head_dim", _MOST_CHANNELS)
+        latent = (1, _need(config, "kv_lora_rank", _MOST_CHANNELS) + rope_dim, 0)
         layers = tuple(latent if has else (0, 0, 0) for has in has_cache)
         return KvShape(layers=layers, rope_dim=rope_dim, windows=windows)
     n_heads = _need(config, "num_attention_heads")
     head_dim = _maybe(config, "head_dim") or _need(config, "hidden_size") // n_heads
     v_dim = _maybe(config, "v_head_dim") or head_dim
+    if max(head_dim, v_dim) > _MOST_CHANNELS:
+        raise ValueError(
+            f"config: heads of {max(head_dim, v_dim)} channels, a plan takes at most "
+            f"{_MOST_CHANNELS}"
+        )
     layers = tuple(
         (n, head_dim, v_dim) if has and n else (0, 0, 0)
         for has, n in zip(has_cache, _layer_heads(config, n_layers, n_heads), strict=True)
@@ -347,7 +353,7 @@ def _gguf_shape(metadata: Mapping[str, Any]) -> KvShape:
         "sliding_window": get("attention.sliding_window"),
         "model_type": str(arch),
     }
-    if get("attention.kv_lora_rank"):
+    if arch == "deepseek2" or get("attention.kv_lora_rank"):
         config["kv_lora_rank"] = get("attention.kv_lora_rank")
         config["qk_rope_head_dim"] = get("rope.dimension_count")
     if isinstance(config["num_attention_heads"], (list, tuple)):
