@@ -410,6 +410,30 @@ def test_wrong_arguments(
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("ignore", ["*.down_proj", [7], [None]])
+def test_what_to_ignore_is_a_list_of_strings(
+    tiny: Callable[..., Path], tmp_path: Path, ignore: Any
+) -> None:
+    """Each letter of one string was once a pattern, which matches nothing."""
+    with pytest.raises(TypeError, match="^ignore=.*: a list of strings"):
+        convert.convert(tiny("llama", **SHAPE), tmp_path / "out", "fp8", ignore=ignore)
+    assert not os.listdir(tmp_path)
+
+
+def test_experts_in_one_tensor_stay_and_are_named(
+    tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    done = convert.convert(tiny("gpt_oss"), tmp_path / "out", "w8a8_fp8")
+    assert done.n_quantized == 8 and not done.left
+    (note,) = done.notes
+    assert note.startswith("4 tensors hold all experts of a layer and stay as they are")
+    assert "model.layers.0.mlp.experts.down_proj" in note
+    section = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert "model.layers.0.mlp.experts" in section["ignore"]
+    with qkv.Engine(tmp_path / "out", kv_tokens=16, threads=1):
+        pass
+
+
 def test_command(
     tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

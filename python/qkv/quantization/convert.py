@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import _core, kv_scales, models
+from .. import _core, kv_scales, models, tables
 from . import from_gguf
 from .detection import Detected, detect
 from .layouts import LAYOUTS, Bytes, Layout, Stored
@@ -118,6 +118,8 @@ def _layout(quantization: str, group_size: int | None) -> Layout:
 
 
 def _matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
+    if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"ignore={patterns!r:.100}: a list of strings is needed")
     try:
         regexes = [
             re.compile(p[3:] if p.startswith("re:") else fnmatch.translate(p)) for p in patterns
@@ -149,6 +151,7 @@ class _Source:
         self._detected: Detected = detect(checkpoint)
         self._config = checkpoint.model_config()
         self._matrices, self._arrays = to_core(self._detected.matrices)
+        self._stacked: list[str] = []
         self._kv_strategy = ""  # of the scales that are written for a declared FP8 cache
         self.n_quantized = 0
         self.left: list[str] = []
@@ -189,6 +192,11 @@ class _Source:
                 continue
             if not _KV_SCALE.fullmatch(name):
                 yield self._tensor(name, dtype, shape)
+        if self._stacked:
+            self.notes.append(
+                f"{len(self._stacked)} tensors hold all experts of a layer and stay as they are, "
+                "the written formats have experts one by one: " + tables.first(self._stacked)
+            )
         yield from self._kv_scales()
 
     def _kv_scales(self) -> Iterator[Piece]:
@@ -212,6 +220,9 @@ class _Source:
         hub = from_gguf.hub_name(name, self._config) if self._gguf else name
         if len(shape) == 2 and hub.endswith(".weight"):
             return self._matrix(hub, name, dtype, (shape[0], shape[1]))
+        if len(shape) == 3 and _STACKED.fullmatch(hub):
+            self._stacked.append(hub)
+            self._ignored.add(hub.removesuffix(".weight").rpartition(".")[0])
         return self._plain(hub, name, dtype, shape)
 
     def _matrix(self, hub: str, name: str, dtype: str, shape: tuple[int, int]) -> Piece:
