@@ -46,6 +46,15 @@ def open_engine(
     return _core.Engine(str(path), kv_formats=[lane] * n_lanes, kv_tokens=kv_tokens, **options)
 
 
+def scored(path: Path) -> _core.Result:
+    """Log-probabilities of a prompt and four greedy tokens."""
+    engine = open_engine(path, kv_tokens=256, threads=1)
+    options = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 4, "logprob_start": 1}
+    (result,) = run(engine, [Request(np.arange(7, 47, dtype=np.int32), options)]).values()
+    engine.close()
+    return result
+
+
 def run(
     engine: _core.Engine,
     requests: Sequence[Request],

@@ -11,23 +11,13 @@ import numpy as np
 import pytest
 
 import qkv
-from core_runs import Request, open_engine, run
+from core_runs import Request, open_engine, run, scored
 from qkv import _core
 from qkv.quantization import convert
 from qkv.quantization.names import by_glob, with_fused
 from ref import forward, make_tiny, tiny_cases
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-
-
-def scored(path: Path) -> _core.Result:
-    engine = open_engine(path, kv_tokens=256, threads=1)
-    tokens = np.arange(7, 47, dtype=np.int32)
-    (result,) = run(
-        engine, [Request(tokens, {**GREEDY, "max_tokens": 4, "logprob_start": 1})]
-    ).values()
-    engine.close()
-    return result
 
 
 def multimodal(folder: Path, tiny: make_tiny.Tiny, rename: dict[str, str], **outer: Any) -> None:

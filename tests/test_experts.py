@@ -11,21 +11,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from core_runs import Request, open_engine, run
+from core_runs import open_engine, scored
 from qkv import Engine, _core
 from ref import experts, make_tiny, stored
 
 F32 = NDArray[np.float32]
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 def bits_of(path: Path) -> tuple[list[int], bytes]:
-    engine = open_engine(path, kv_tokens=256, threads=1)
-    tokens = np.arange(7, 47, dtype=np.int32)
-    (result,) = run(
-        engine, [Request(tokens, {**GREEDY, "max_tokens": 4, "logprob_start": 1})]
-    ).values()
-    engine.close()
+    result = scored(path)
     return list(result.token_ids), result.prompt_logprobs.tobytes()
 
 
