@@ -99,27 +99,10 @@ static double attend(const struct bench *b, struct qkv_kv *kv, const struct task
     return qkv_limit_now(bench_clock) - start;
 }
 
-static int by_value(const void *a, const void *b)
-{
-    double x = *(const double *)a;
-    double y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *x, int n)
-{
-    qsort(x, (size_t)n, sizeof *x, by_value);
-    return x[n / 2];
-}
-
 /* Bytes per second that reading reaches now, with the best number of streams. */
 static double read_rate(struct bench *b)
 {
-    double best = 0;
-    for (int streams = 1; streams <= 16; streams *= 2) {
-        best = fmax(best, qkv_limit_try(b->readers, b->n_threads, streams));
-    }
-    return 1e9 * best;
+    return 1e9 * qkv_limit_best(b->readers, b->n_threads, QKV_LIMIT_STREAMS);
 }
 
 static void measure(struct bench *b, const struct task *task)
@@ -143,13 +126,13 @@ static void measure(struct bench *b, const struct task *task)
     double bytes = 4.0 * task->n_seqs * task->first_pos * s->n_kv_heads * s->dim;
     double bf16 = 0;
     for (int f = 0; f < N_FORMATS; f++) {
-        double t = median(seconds[f], n);
+        double t = qkv_limit_median(seconds[f], n);
         bf16 = f == 0 ? t : bf16;
         (void)printf("%s,%d,%s,%d,%d,%d,%.3f,%.2f,", task->name, task->n_seqs,
                      qkv_kv_format_traits(FORMATS[f])->name, s->n_heads, s->n_kv_heads, s->dim,
                      1e3 * t, bf16 / t);
         if (f == 0 && task->n_rows == 1) {
-            (void)printf("%.2f", bytes / t / median(rates, READS));
+            (void)printf("%.2f", bytes / t / qkv_limit_median(rates, READS));
         }
         (void)printf("\n");
     }

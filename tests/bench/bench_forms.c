@@ -217,30 +217,6 @@ static double job_time(const struct job *job, int tries)
     return best;
 }
 
-/* GB/s: the best over numbers of streams. */
-static double bandwidth(struct qkv_limit_thread *threads, int n_threads)
-{
-    double best = 0;
-    for (int streams = 1; streams <= 16; streams *= 2) {
-        double rate = qkv_limit_try(threads, n_threads, streams);
-        best = rate > best ? rate : best;
-    }
-    return best;
-}
-
-static int by_value(const void *a, const void *b)
-{
-    double x = *(const double *)a;
-    double y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *values)
-{
-    qsort(values, TURNS, sizeof *values, by_value);
-    return values[TURNS / 2];
-}
-
 static void measure(const struct stored *s, const struct job *bf16,
                     struct qkv_limit_thread *threads, int n_threads)
 {
@@ -255,18 +231,19 @@ static void measure(const struct stored *s, const struct job *bf16,
     const double gbytes = (double)decode.file_bytes * 1e-9;
     (void)job_time(&prefill, 1);
     for (int i = 0; i < TURNS; i++) {
-        double before = bandwidth(threads, n_threads);
+        double before = qkv_limit_best(threads, n_threads, QKV_LIMIT_STREAMS);
         decode_s[i] = job_time(&decode, DECODE_TRIES);
-        double after = bandwidth(threads, n_threads);
+        double after = qkv_limit_best(threads, n_threads, QKV_LIMIT_STREAMS);
         of_read[i] = gbytes / decode_s[i] / (before > after ? before : after);
         prefill_s[i] = job_time(&prefill, 2);
         of_bf16[i] = job_time(bf16, 2) / prefill_s[i];
     }
-    double decoded = median(decode_s);
-    double filled = median(prefill_s);
+    double decoded = qkv_limit_median(decode_s, TURNS);
+    double filled = qkv_limit_median(prefill_s, TURNS);
     (void)printf("\"%s\",%.0f,%.1f,%.2f,%.0f,%.0f,%.2f\n", s->name, decoded * 1e6, gbytes / decoded,
-                 median(of_read), filled * 1e6, 2.0 * PREFILL_N * K * PREFILL_ROWS / filled * 1e-9,
-                 median(of_bf16));
+                 qkv_limit_median(of_read, TURNS), filled * 1e6,
+                 2.0 * PREFILL_N * K * PREFILL_ROWS / filled * 1e-9,
+                 qkv_limit_median(of_bf16, TURNS));
     (void)fflush(stdout);
     job_close(&decode);
     job_close(&prefill);

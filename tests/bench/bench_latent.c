@@ -68,13 +68,6 @@ static double attend(const struct bench *b, struct qkv_kv *kv, int32_t n_seqs, i
     return qkv_limit_now(CLOCK_MONOTONIC) - start;
 }
 
-static int by_value(const void *a, const void *b)
-{
-    double x = *(const double *)a;
-    double y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 static void measure(const struct bench *b, int32_t n_seqs)
 {
     static double seconds[N_FORMATS][MAX_ROUNDS];
@@ -88,8 +81,7 @@ static void measure(const struct bench *b, int32_t n_seqs)
     }
     double bf16 = 0;
     for (int f = 0; f < N_FORMATS; f++) {
-        qsort(seconds[f], (size_t)n, sizeof(double), by_value);
-        double t = seconds[f][n / 2];
+        double t = qkv_limit_median(seconds[f], n);
         bf16 = f == 0 ? t : bf16;
         (void)printf("%d,%d,%s,%.3f,%.3f\n", b->n_heads, n_seqs,
                      qkv_kv_format_traits(FORMATS[f])->name, 1e3 * t, bf16 / t);

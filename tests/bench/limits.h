@@ -32,7 +32,7 @@ enum qkv_limit {
     QKV_LIMIT_COUNT
 };
 
-enum { QKV_LIMIT_THREADS_MAX = 256 };
+enum { QKV_LIMIT_THREADS_MAX = 256, QKV_LIMIT_STREAMS = 16 };
 
 static const struct {
     const char *name;
@@ -52,6 +52,20 @@ static inline double qkv_limit_now(clockid_t clock)
     struct timespec t;
     (void)clock_gettime(clock, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static inline int qkv_limit_by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a;
+    double y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Sorts them. */
+static inline double qkv_limit_median(double *values, int n)
+{
+    qsort(values, (size_t)n, sizeof *values, qkv_limit_by_value);
+    return values[n / 2];
 }
 
 static inline bool qkv_limit_there(enum qkv_limit limit)
@@ -194,6 +208,17 @@ static inline double qkv_limit_try(struct qkv_limit_thread *threads, int n_threa
     return work / (end - begin) * 1e-9;
 }
 
+/* The best of numbers of streams up to `most`. */
+static inline double qkv_limit_best(struct qkv_limit_thread *threads, int n_threads, int most)
+{
+    double best = 0;
+    for (int streams = 1; streams <= most; streams *= 2) {
+        double rate = qkv_limit_try(threads, n_threads, streams);
+        best = rate > best ? rate : best;
+    }
+    return best;
+}
+
 static inline void qkv_limit_prepare(struct qkv_limit_thread *t, enum qkv_limit limit, int file,
                                      bool alone)
 {
@@ -235,10 +260,8 @@ static inline double qkv_limit_measure(enum qkv_limit limit, int n_threads)
     }
     double best = 0;
     for (int attempt = 0; attempt < (reads ? 3 : file >= 0 ? 5 : 10); attempt++) {
-        for (int streams = 1; streams <= (reads ? 16 : 1); streams *= 2) {
-            double rate = qkv_limit_try(threads, n_threads, streams);
-            best = rate > best ? rate : best;
-        }
+        double rate = qkv_limit_best(threads, n_threads, reads ? QKV_LIMIT_STREAMS : 1);
+        best = rate > best ? rate : best;
     }
     for (int i = 0; reads && i < n_threads; i++) {
         (void)munmap(threads[i].block, threads[i].n_bytes + ((size_t)2 << 20));
