@@ -337,9 +337,18 @@ def test_what_is_not_ours_is_not_touched(engine: qkv.Engine, tmp_path: Path) -> 
     assert out.read_text() == "precious\n"
     out.unlink()
     run(engine, some(2), out)
-    with open(out, "a") as file:
-        file.write('{"hello": 1}\n')
-    with pytest.raises(qkv.Error, match="line 3 is no row"):
+    whole, key = out.read_text(), "f" * 15 + "_" + "f" * 16
+    for state, bad in (('"ok"', key), ('"ok"', "-1"), ('{"x": 1}', "f" * 32)):
+        out.write_text(whole + f'{{"id": "x", "state": {state}, "qkv_key": "{bad}"}}\n')
+        with pytest.raises(qkv.Error, match="line 3 is no row"):
+            run(engine, some(2), out)
+    for line in ('{"hello": 1}', "[" * 100_000):
+        out.write_text(whole + line + "\n")
+        with pytest.raises(qkv.Error, match="line 3 is no row"):
+            run(engine, some(2), out)
+    about = Path(f"{out}.qkv")
+    about.write_text("[" * 100_000 + "\n")
+    with pytest.raises(qkv.Error, match=r"out\.jsonl\.qkv: not the header"):
         run(engine, some(2), out)
     source = write_jsonl(tmp_path / "in.jsonl", some(2))
     with pytest.raises(qkv.Error, match="the input cannot be the output"):

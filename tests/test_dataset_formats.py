@@ -140,6 +140,11 @@ def test_prompts_from_columns_and_templates(engine: qkv.Engine) -> None:
     assert prompt_ids(row, prompt="n") == [1, 2]
     assert prompt_ids(row) == chat(("user", "Hi"))
     assert prompt_ids({**row, "messages": json.dumps(row["messages"])}) == chat(("user", "Hi"))
+    assert prompt_ids({"prompt_token_ids": "[3, 4]"}) == [3, 4]
+    for text in ("3 4", "12", '"The fox"', "[" * 100_000):
+        for name in ("prompt_token_ids", "messages"):
+            assert f"the column '{name}' is " in prompt_ids({name: text})
+    assert "'prompt_token_ids' is empty" in prompt_ids({"prompt_token_ids": ""})
     assert prompt_ids(row, prompt="q", chat=True) == chat(("user", "The fox"))
     brief = chat(("system", "Brief."), ("user", "The fox"))
     assert prompt_ids(row, prompt="q", system="Brief.") == brief

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _ID_COLUMNS = ("id", "key", "custom_id")
 _PROMPT_COLUMNS = ("prompt", "prompt_token_ids", "messages")
+_LISTS = ("prompt_token_ids", "messages")
 #: Rows that are looked at for one that can be read, before the first is named.
 _HEAD = 1000
 _RESULTS = frozenset(
@@ -56,8 +57,8 @@ _RESULTS = frozenset(
 class Rows:
     """How prompts are made of rows, and what of a row is kept.
 
-    prompt: the column with the prompt: text, token ids, or messages (also as JSON text). None: the
-        first of prompt, prompt_token_ids, messages that a row has.
+    prompt: the column with the prompt: text, token ids, or messages. None: the first of prompt,
+        prompt_token_ids, messages that a row has. Text in the last two is JSON, as CSV has it.
     template: instead, a Jinja template over the row's columns: "{{ question }}\\nAnswer:".
     system: a system message before the prompt, which then goes through the chat template.
     chat: whether a prompt that is text goes through the model's chat template (None: if there is a
@@ -221,8 +222,8 @@ class Prompts:
             there = ", ".join(map(repr, columns)) or "none"
             raise ValueError(f"there is no column {wanted}; the row's columns: {there:.300}")
         value = columns[name]
-        if name == "messages" and isinstance(value, str):  # CSV has only text
-            value = json.loads(value)
+        if name in _LISTS and isinstance(value, str) and value:  # CSV has only text
+            value = _list(name, value)
         return self._spoken(value, f"the column {name!r}")
 
     def _spoken(self, value: Any, where: str) -> dict[str, Any]:
@@ -327,6 +328,17 @@ class Prompts:
             if params.logprobs > 0:
                 row |= {"top_ids": sample.top_ids, "top_logprobs": sample.top_logprobs}
         return row
+
+
+def _list(column: str, text: str) -> list[Any]:
+    """Of JSON text; or words would be what the model is asked, and no error."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the column {column!r} is not valid JSON: {error}") from None
+    if not isinstance(value, list):
+        raise ValueError(f"the column {column!r} is {text!r:.60}: a list is needed")
+    return value
 
 
 def output_name(name: str, taken: Container[str]) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,6 +33,7 @@ OUTPUTS = (".jsonl", ".ndjson", ".parquet")
 SYNC_SECONDS = 1.0
 #: States of rows that --retry-errors does again.
 FAILURES = ("error", "too_long")
+_KEY = re.compile("[0-9a-f]{32}")
 
 _WAY_OUT = (
     "answers of two settings are not mixed; write to another file, or start this one anew "
@@ -269,7 +271,7 @@ def _read_about(file: IO[bytes], path: Path) -> list[dict[str, Any]]:
     try:
         records = [json.loads(line) for line in data[:whole].splitlines()]
         sound = all(isinstance(record, dict) for record in records)
-    except ValueError:
+    except (ValueError, RecursionError):
         sound = False
     if not sound or (records and records[0].get("format") != FORMAT):
         raise Error(f"{path}: not the header of an output that this version can read")
@@ -288,9 +290,9 @@ def read_lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
                 continue
             try:
                 row = json.loads(line)
-                sound = isinstance(row["qkv_key"], str) and row["state"] and "id" in row
-                int(row["qkv_key"], 16)
-            except (ValueError, KeyError, TypeError):
+                sound = isinstance(row["state"], str) and "id" in row
+                sound = sound and _KEY.fullmatch(row["qkv_key"]) is not None
+            except (ValueError, KeyError, TypeError, RecursionError):
                 sound = False
             if not sound:
                 raise Error(f"{path}: line {number} is no row of an output of qkv")
