@@ -102,6 +102,20 @@ def test_what_is_not_supported_is_named(
         qkv.Engine(tmp_path, kv_tokens=64)
 
 
+@pytest.mark.parametrize(("arch", "default"), [("deepseek_v3", 2.5), ("glm4_moe_lite", 1.8)])
+def test_the_class_s_own_factor(tmp_path: Path, arch: str, default: float) -> None:
+    """Of the experts' outputs, where the config has none."""
+    made = make_tiny.write(tmp_path, arch)
+    found = []
+    for given in ({}, {"routed_scaling_factor": default}, {"routed_scaling_factor": 1.0}):
+        config = {k: v for k, v in made.config.items() if k != "routed_scaling_factor"} | given
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with qkv.Engine(tmp_path, kv_tokens=64, threads=1) as engine:
+            found.append(engine.score([list(range(16))], progress=False)[0].token_logprobs[1:])
+    np.testing.assert_array_equal(found[0], found[1])
+    assert (found[0] != found[2]).any()
+
+
 @pytest.mark.parametrize("shape", [(), (128,), (1, 128, 32), (0, 32)])
 def test_keys_and_values_of_another_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
     made = make_tiny.write(tmp_path, "deepseek_v3")

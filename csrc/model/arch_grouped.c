@@ -100,7 +100,7 @@ enum qkv_status qkv_arch_grouped_experts(struct qkv_error *err, const struct qkv
     QKV_TRY(qkv_source_int(err, source, QKV_KEY("moe_layer_freq", NULL), 1, 1, &every));
     QKV_TRY(qkv_source_bool(err, source, QKV_KEY("norm_topk_prob", "expert_weights_norm"),
                             &routing->normalize));
-    double factor = 1.0;
+    double factor = source->gguf == NULL && defaults->factor > 0.0 ? defaults->factor : 1.0;
     QKV_TRY(qkv_source_real(err, source, QKV_KEY("routed_scaling_factor", "expert_weights_scale"),
                             0.0, 1e6, &factor));
     routing->factor = (float)factor;
