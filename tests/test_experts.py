@@ -149,6 +149,20 @@ def test_a_lie_about_experts(tmp_path: Path, arch: str, lie: dict[str, Any], mes
     assert not seen
 
 
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [("glm4_moe", "1.mlp.gate.e_score_correction_bias"), ("gpt_oss", "0.self_attn.sinks")],
+)
+def test_a_vector_with_no_number(tmp_path: Path, arch: str, name: str) -> None:
+    """A bias of the choice that is NaN chose the first experts, which no output shows."""
+    tiny = make_tiny.write(tmp_path, arch)
+    full = "model.layers." + name
+    tiny.tensors[full][-1] = np.nan
+    make_tiny.write_safetensors(tmp_path / "model.safetensors", tiny.tensors, "F32")
+    with pytest.raises(_core.CheckpointError, match=full + ": a value is not a number"):
+        Engine(tmp_path, kv_tokens=16)
+
+
 def test_a_lie_about_experts_in_blocks(fixtures_dir: Path, tmp_path: Path) -> None:
     """gpt-oss' own: a tensor for all experts."""
     source = fixtures_dir / "gptoss-mxfp4"

@@ -183,10 +183,14 @@ static enum qkv_status load_vector(struct qkv_error *err, struct loader *loader,
     float *values;
     QKV_TRY(vector_values(err, loader, part, tensor, &values));
     const size_t n = (size_t)tensor->shape[0];
-    for (size_t i = 0; plus_one && i < n; i++) {
-        values[i] = 1.0f + values[i];
+    bool sound = true;
+    for (size_t i = 0; i < n; i++) {
+        sound = sound && !isnan(values[i]);
+        values[i] = plus_one ? 1.0f + values[i] : values[i];
     }
-    const enum qkv_status status = upload_vector(err, loader->model, values, n, out);
+    const enum qkv_status status =
+        sound ? upload_vector(err, loader->model, values, n, out)
+              : qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: a value is not a number", tensor->name);
     free(values);
     QKV_TRY(status);
     return tensor_done(err, loader, tensor, tensor->n_bytes);
