@@ -300,3 +300,20 @@ def test_a_form_that_is_too_large(engine: qkv.Engine) -> None:
     assert output.error is not None
     assert output.error.startswith("structured_outputs['json']: grammar size")
     assert "20000" in output.error
+
+
+def test_a_form_that_refers_deeply(engine: qkv.Engine) -> None:
+    """It overflowed the stack of the thread that compiles, which was the end of the process."""
+    names = [f"a{i}" for i in range(9_000)]
+    rules = {
+        name: {"anyOf": [{"properties": {"x": {"$ref": f"#/$defs/{after}"}}}, {"type": "null"}]}
+        for name, after in zip(names, [*names[1:], names[0]], strict=True)
+    }
+    chain = "\n".join(f"r{i}: r{i + 1}" for i in range(50_000))
+    given = [
+        params("json", {"$ref": "#/$defs/a0", "$defs": rules}),
+        params("grammar", f'start: r0\n{chain}\nr50000: "a"'),
+    ]
+    schema, grammar = engine.generate([PROMPT] * 2, given, progress=False)
+    assert schema.error is not None and schema.error.startswith("structured_outputs['json']: ")
+    assert grammar.text == "a"

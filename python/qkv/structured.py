@@ -6,6 +6,7 @@ the same tokens in any batch.
 """
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -30,6 +31,9 @@ _MAX_WRITTEN = 1 << 20  # characters of a grammar
 #: with the square: 2,500 optional ones take 0.4 s (of a Zen 4 core), 10,000 would take 8.
 _MAX_SYMBOLS = 20_000
 _COMPILERS = 2  # threads, so that small forms pass a large one
+#: Of such a thread, only reserved. llguidance recurses along references from rule to rule, up to
+#: 13 KB each: 600 of a JSON schema were beyond 8 MiB, and the process was gone.
+_STACK_BYTES = 512 << 20
 
 
 def check(given: Any) -> dict[str, Any] | None:
@@ -251,8 +255,16 @@ class Grammar:
     def begin(self) -> Future[Any]:
         """A matcher or a text, when it is there."""
         if self._found is None:
-            self._found = self._pool.submit(self._attempt)
+            self._found = self._submit(self._attempt)
         return self._found
+
+    def _submit(self, do: Callable[[], Any]) -> Future[Any]:
+        """The pool begins its threads when they are needed."""
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            return self._pool.submit(do)
+        finally:
+            threading.stack_size(before)
 
     def guide(self) -> Guide:
         """Of a new sequence; waits. Error if it does not compile."""
@@ -263,6 +275,6 @@ class Grammar:
         def alone() -> Any:
             if self._found is not None and self._found.result() is found:
                 self._found = None  # the next sequences begin anew together
-            return self._compile()
+            return self._submit(self._compile).result()
 
         return Guide(found.deep_copy(), self._n_vocab, alone)
