@@ -116,6 +116,19 @@ def test_the_class_s_own_factor(tmp_path: Path, arch: str, default: float) -> No
     assert (found[0] != found[2]).any()
 
 
+def test_the_class_s_own_groups(tmp_path: Path) -> None:
+    """DeepseekV3Config has 8 groups, of which a token takes 4."""
+    made = make_tiny.write(tmp_path, "deepseek_v3", n_routed_experts=16, n_group=8, topk_group=4)
+    found = []
+    for given in ({}, {"n_group": 8, "topk_group": 4}, {"n_group": 1, "topk_group": 1}):
+        config = {k: v for k, v in made.config.items() if k not in ("n_group", "topk_group")}
+        (tmp_path / "config.json").write_text(json.dumps(config | given))
+        with qkv.Engine(tmp_path, kv_tokens=64, threads=1) as engine:
+            found.append(engine.score([list(range(16))], progress=False)[0].token_logprobs[1:])
+    np.testing.assert_array_equal(found[0], found[1])
+    assert (found[0] != found[2]).any()
+
+
 @pytest.mark.parametrize("shape", [(), (128,), (1, 128, 32), (0, 32)])
 def test_keys_and_values_of_another_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
     made = make_tiny.write(tmp_path, "deepseek_v3")

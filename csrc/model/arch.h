@@ -49,8 +49,10 @@ enum qkv_status qkv_arch_biases(struct qkv_error *err, const struct qkv_source *
 struct qkv_expert_defaults {
     int32_t n_experts;
     int32_t top_k;
-    int32_t ffn;   /* of an expert, 0: the config's own intermediate_size */
-    double factor; /* routed_scaling_factor of config.json, 0: 1; GGUF's is 1 */
+    int32_t ffn;      /* of an expert, 0: the config's own intermediate_size */
+    double factor;    /* routed_scaling_factor of config.json, 0: 1; GGUF's is 1 */
+    int32_t n_groups; /* of config.json, 0: 1 of 1 */
+    int32_t top_groups;
 };
 
 /* How many experts, how many of them for a row, and their size: config.json's num_experts,

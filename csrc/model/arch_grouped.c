@@ -27,7 +27,8 @@ static enum qkv_status check_scores(struct qkv_error *err, const struct qkv_sour
 
 /* Of DeepSeek-V2 only where topk_method says so. */
 static enum qkv_status read_groups(struct qkv_error *err, const struct qkv_source *source,
-                                   bool sigmoid, struct qkv_routing *routing)
+                                   const struct qkv_expert_defaults *defaults, bool sigmoid,
+                                   struct qkv_routing *routing)
 {
     const struct qkv_key n_groups = QKV_KEY("n_group", "expert_group_count");
     const struct qkv_key top_groups = QKV_KEY("topk_group", "expert_group_used_count");
@@ -45,6 +46,10 @@ static enum qkv_status read_groups(struct qkv_error *err, const struct qkv_sourc
                         source->object_name, method, sigmoid ? "" : "greedy and ", grouped);
     }
     routing->group_best = sigmoid ? 2 : 1;
+    if (source->gguf == NULL && defaults->n_groups > 0) {
+        routing->n_groups = defaults->n_groups;
+        routing->top_groups = defaults->top_groups;
+    }
     QKV_TRY(qkv_source_int(err, source, n_groups, 1, routing->n_experts, &routing->n_groups));
     QKV_TRY(qkv_source_int(err, source, top_groups, 1, routing->n_groups, &routing->top_groups));
     if (routing->n_experts % routing->n_groups != 0 || routing->top_groups > routing->n_groups ||
@@ -92,7 +97,7 @@ enum qkv_status qkv_arch_grouped_experts(struct qkv_error *err, const struct qkv
     struct qkv_routing *routing = &moe->routing;
     QKV_TRY(qkv_arch_experts(err, source, defaults, out));
     QKV_TRY(check_scores(err, source, sigmoid));
-    QKV_TRY(read_groups(err, source, sigmoid, routing));
+    QKV_TRY(read_groups(err, source, defaults, sigmoid, routing));
     routing->router = sigmoid ? QKV_ROUTER_SIGMOID : QKV_ROUTER_SOFTMAX;
     routing->normalize = sigmoid;
     moe->select_bias = sigmoid;
