@@ -149,7 +149,7 @@ isa: $(VENV)/test.stamp
 	$(BIN)/qkv info
 	for isa in $$($(BIN)/python -c "$(USABLE_ISAS)"); do \
 		echo "== $$isa"; \
-		QKV_ISA=$$isa $(BIN)/python -m pytest -q tests/test_models.py || exit 1; \
+		QKV_ISA=$$isa $(BIN)/python -m pytest -q -n $(JOBS) tests/test_models.py || exit 1; \
 	done
 	QKV_EMULATE_DPBF16=1 $(CTESTS) $(KERNEL_TESTS)
 
