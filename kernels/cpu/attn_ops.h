@@ -57,6 +57,12 @@ struct qkv_attn_call {
     bool quantize_q;
 };
 
+/* The first key that a token at `position` sees. */
+static inline int32_t qkv_attn_first_key(const struct qkv_attn_call *call, int32_t position)
+{
+    return call->window > 0 && position >= call->window ? position - call->window + 1 : 0;
+}
+
 /* A sequence's rows, see struct qkv_batch_seq. */
 struct qkv_attn_seq {
     const struct qkv_cpu_kv_layer *kv;

@@ -197,18 +197,13 @@ static void cut_groups(struct plan *plan, const struct qkv_batch *batch)
     call->group = call->n_heads / n;
 }
 
-static int32_t first_key(const struct plan *plan, int32_t position)
-{
-    int32_t window = plan->call.window;
-    return window > 0 && position >= window ? position - window + 1 : 0;
-}
-
 /* Keys that a unit reads, times its rows, plus what a unit costs anyway. */
 static size_t unit_cost(const struct plan *plan, const struct qkv_attn_unit *unit)
 {
     const struct qkv_attn_seq *seq = unit->seq;
     int32_t n_tokens = unit->end - unit->begin;
-    int32_t n_keys = seq->first_pos + unit->end - first_key(plan, seq->first_pos + unit->begin);
+    int32_t n_keys =
+        seq->first_pos + unit->end - qkv_attn_first_key(&plan->call, seq->first_pos + unit->begin);
     /* One row alone waits for memory about as long as four compute. */
     size_t rows = (size_t)n_tokens * (size_t)plan->call.group;
     return (size_t)(n_keys + 16) * (rows < 4 ? 4 : rows);
@@ -305,7 +300,8 @@ static void fill_units(struct plan *plan, const struct qkv_batch *batch, int32_t
                     .head = head,
                     .begin = begin,
                     .end = end,
-                    .first_segment = first_key(plan, seq->first_pos + begin) / QKV_ATTN_SEGMENT,
+                    .first_segment =
+                        qkv_attn_first_key(&plan->call, seq->first_pos + begin) / QKV_ATTN_SEGMENT,
                     .end_segment = (seq->first_pos + end - 1) / QKV_ATTN_SEGMENT + 1};
                 begin = end;
             }
