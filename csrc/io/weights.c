@@ -58,35 +58,44 @@ static enum qkv_status keep_text_part(struct qkv_error *err, struct qkv_weights 
     return QKV_OK;
 }
 
-/* Removes the layers that predict tokens after the next one. */
-static void drop_further_layers(struct qkv_weights *weights)
+/* Removes a layer that predicts tokens after the next one; false if there is none. */
+static bool drop_further_layer(struct qkv_weights *weights)
 {
+    size_t i = 0;
     size_t length;
-    for (size_t i = 0; i < weights->n_tensors; i++) {
-        if (!qkv_further_layer(weights->tensors[i].name, &length)) {
+    while (i < weights->n_tensors && !qkv_further_layer(weights->tensors[i].name, &length)) {
+        i++;
+    }
+    if (i == weights->n_tensors) {
+        return false;
+    }
+    const char *mark = weights->tensors[i].name; /* of the file: it stays where it is */
+    size_t n_kept = 0;
+    for (size_t k = 0; k < weights->n_tensors; k++) {
+        if (strncmp(weights->tensors[k].name, mark, length) == 0) {
+            weights->n_further++;
             continue;
         }
-        const char *mark = weights->tensors[i].name; /* of the file: it stays where it is */
-        size_t n_kept = 0;
-        for (size_t k = 0; k < weights->n_tensors; k++) {
-            if (strncmp(weights->tensors[k].name, mark, length) == 0) {
-                weights->n_further++;
-                continue;
-            }
-            weights->tensors[n_kept] = weights->tensors[k];
-            weights->owner[n_kept++] = weights->owner[k];
-        }
-        weights->n_tensors = n_kept;
-        weights->further = mark;
-        i = (size_t)-1; /* from the first again: there may be another layer */
+        weights->tensors[n_kept] = weights->tensors[k];
+        weights->owner[n_kept++] = weights->owner[k];
     }
-    for (size_t i = 0; weights->n_further != 0 && i < weights->n_tensors; i++) {
+    weights->n_tensors = n_kept;
+    weights->further = mark;
+    return true;
+}
+
+static void drop_further_layers(struct qkv_weights *weights)
+{
+    while (drop_further_layer(weights)) {
+    }
+    if (weights->n_further == 0) {
+        return;
+    }
+    for (size_t i = 0; i < weights->n_tensors; i++) {
         const char *name = weights->tensors[i].name;
         weights->names[i] = (struct qkv_name){name, strlen(name), i};
     }
-    if (weights->n_further != 0) {
-        qkv_names_sort(weights->names, weights->n_tensors);
-    }
+    qkv_names_sort(weights->names, weights->n_tensors);
 }
 
 size_t qkv_weights_n_further(const struct qkv_weights *weights, const char **one)
