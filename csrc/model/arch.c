@@ -64,7 +64,7 @@ static enum qkv_status derive_head_dim(struct qkv_error *err, const struct qkv_s
         out->head_dim = (int32_t)(q->shape[0] / out->n_heads);
         return QKV_OK;
     }
-    if (defaults->head_dim != 0) {
+    if (defaults->head_dim != 0 && !is_null(source, "head_dim")) {
         out->head_dim = defaults->head_dim;
         return QKV_OK;
     }
@@ -185,7 +185,7 @@ enum qkv_status qkv_arch_sizes(struct qkv_error *err, const struct qkv_source *s
     }
     out->max_positions = defaults->max_positions;
     QKV_TRY(qkv_source_int(err, source, positions, 1, QKV_POSITIONS_MAX, &out->max_positions));
-    out->norm_eps = 1e-6;
+    out->norm_eps = defaults->norm_eps;
     QKV_TRY(qkv_source_real(err, source, eps, 1e-20, 1.0, &out->norm_eps));
     out->tied =
         source->gguf != NULL ? gguf_tensor(source, "output.weight") == NULL : defaults->tied;
@@ -324,8 +324,13 @@ enum qkv_status qkv_arch_softcap(struct qkv_error *err, const struct qkv_source 
     return qkv_source_real(err, source, (struct qkv_key){key, key}, 1e-3, 1e6, out);
 }
 
+bool qkv_arch_qwen_slides(int32_t layer, int32_t max_window_layers)
+{
+    return layer >= max_window_layers;
+}
+
 enum qkv_status qkv_arch_qwen_windows(struct qkv_error *err, const struct qkv_source *source,
-                                      struct qkv_model_config *out)
+                                      qkv_slides *slides, struct qkv_model_config *out)
 {
     bool use = false;
     QKV_TRY(qkv_source_bool(err, source, QKV_KEY("use_sliding_window", NULL), &use));
@@ -345,8 +350,7 @@ enum qkv_status qkv_arch_qwen_windows(struct qkv_error *err, const struct qkv_so
                             "is in use",
                             source->object_name, (int)i);
         }
-        const bool slides = found ? sliding[i] : i >= n_full;
-        out->layers[i].window = slides ? window : 0;
+        out->layers[i].window = (found ? sliding[i] : slides(i, n_full)) ? window : 0;
     }
     return QKV_OK;
 }

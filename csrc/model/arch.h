@@ -17,6 +17,7 @@ struct qkv_arch_defaults {
     int32_t n_kv_heads; /* 0: n_heads */
     int32_t head_dim;   /* 0: hidden / n_heads */
     int32_t max_positions;
+    double norm_eps;
     bool tied;
     double partial_rotary; /* share of a head's channels that are rotated; 0: all, always */
     bool experts;          /* it may have some */
@@ -48,7 +49,8 @@ enum qkv_status qkv_arch_biases(struct qkv_error *err, const struct qkv_source *
 /* The same of its experts. */
 struct qkv_expert_defaults {
     int32_t n_experts;
-    int32_t top_k;
+    int32_t top_k;    /* 0: the key must be there */
+    int32_t n_shared; /* of qkv_arch_grouped_experts */
     int32_t ffn;      /* of an expert, 0: the config's own intermediate_size */
     double factor;    /* routed_scaling_factor of config.json, 0: 1; GGUF's is 1 */
     int32_t n_groups; /* of config.json, 0: 1 of 1 */
@@ -107,8 +109,12 @@ enum qkv_status qkv_arch_gemma(struct qkv_error *err, const struct qkv_source *s
 enum qkv_status qkv_arch_softcap(struct qkv_error *err, const struct qkv_source *source,
                                  const char *key, double cap, double *out);
 
-/* Windows as Qwen says them: use_sliding_window, then layer_types or max_window_layers. */
+/* Windows as Qwen says them: use_sliding_window, then layer_types or what the class makes of
+ * max_window_layers: whether a layer slides. */
+typedef bool qkv_slides(int32_t layer, int32_t max_window_layers);
 enum qkv_status qkv_arch_qwen_windows(struct qkv_error *err, const struct qkv_source *source,
-                                      struct qkv_model_config *out);
+                                      qkv_slides *slides, struct qkv_model_config *out);
+/* Of the dense models: the layers from max_window_layers on. */
+qkv_slides qkv_arch_qwen_slides;
 
 #endif

@@ -9,8 +9,8 @@ enum qkv_status qkv_arch_deepseek_v2(struct qkv_error *err, const struct qkv_sou
                                      struct qkv_model_config *out)
 {
     static const struct qkv_arch_defaults DEFAULTS = {
-        .max_positions = 2048, .experts = true, .latent = true};
-    static const struct qkv_expert_defaults EXPERTS = {.n_experts = 64, .top_k = 6, .ffn = 1407};
+        .max_positions = 2048, .norm_eps = 1e-6, .experts = true, .latent = true};
+    static const struct qkv_expert_defaults EXPERTS = {.n_experts = 64, .n_shared = 2, .ffn = 1407};
     int32_t scores = 1;
     QKV_TRY(
         qkv_source_int(err, source, QKV_KEY(NULL, "expert_gating_func"), 1, GGUF_SIGMOID, &scores));

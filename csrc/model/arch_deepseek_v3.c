@@ -6,9 +6,14 @@ enum qkv_status qkv_arch_deepseek_v3(struct qkv_error *err, const struct qkv_sou
                                      struct qkv_model_config *out)
 {
     static const struct qkv_arch_defaults DEFAULTS = {
-        .max_positions = 4096, .experts = true, .latent = true};
-    static const struct qkv_expert_defaults EXPERTS = {
-        .n_experts = 256, .top_k = 8, .ffn = 2048, .factor = 2.5, .n_groups = 8, .top_groups = 4};
+        .max_positions = 4096, .norm_eps = 1e-6, .experts = true, .latent = true};
+    static const struct qkv_expert_defaults EXPERTS = {.n_experts = 256,
+                                                       .top_k = 8,
+                                                       .n_shared = 1,
+                                                       .ffn = 2048,
+                                                       .factor = 2.5,
+                                                       .n_groups = 8,
+                                                       .top_groups = 4};
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));
     QKV_TRY(qkv_arch_latent_rope(err, source, out));

@@ -48,6 +48,9 @@ enum qkv_status qkv_arch_experts(struct qkv_error *err, const struct qkv_source 
     };
     QKV_TRY(count_experts(err, source, &routing->n_experts));
     const struct qkv_key used = QKV_KEY("num_experts_per_tok", "expert_used_count");
+    if (defaults->top_k == 0) {
+        QKV_TRY(qkv_source_need(err, source, used));
+    }
     QKV_TRY(qkv_source_int(err, source, used, 1, routing->n_experts, &routing->top_k));
     if (routing->top_k > routing->n_experts) {
         return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: %d experts, %d of them for each token",

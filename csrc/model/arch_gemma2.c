@@ -11,7 +11,7 @@ enum qkv_status qkv_arch_gemma2(struct qkv_error *err, const struct qkv_source *
                                 struct qkv_model_config *out)
 {
     static const struct qkv_arch_defaults DEFAULTS = {
-        .n_kv_heads = 4, .head_dim = 256, .max_positions = 8192, .tied = true};
+        .n_kv_heads = 4, .head_dim = 256, .max_positions = 8192, .norm_eps = 1e-6, .tied = true};
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_activation", "gelu_pytorch_tanh", out));
     QKV_TRY(qkv_arch_biases(err, source, out));

@@ -12,7 +12,7 @@ enum qkv_status qkv_arch_gemma3(struct qkv_error *err, const struct qkv_source *
                                 struct qkv_model_config *out)
 {
     static const struct qkv_arch_defaults DEFAULTS = {
-        .n_kv_heads = 4, .head_dim = 256, .max_positions = 131072, .tied = true};
+        .n_kv_heads = 4, .head_dim = 256, .max_positions = 131072, .norm_eps = 1e-6, .tied = true};
     if (qkv_source_has(source, QKV_KEY("attn_logit_softcapping", NULL))) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
                         "config.json: attn_logit_softcapping is not part of Gemma3ForCausalLM");

@@ -5,8 +5,11 @@
 enum qkv_status qkv_arch_glm4(struct qkv_error *err, const struct qkv_source *source,
                               struct qkv_model_config *out)
 {
-    static const struct qkv_arch_defaults DEFAULTS = {
-        .n_kv_heads = 2, .head_dim = 128, .max_positions = 131072, .partial_rotary = 0.5};
+    static const struct qkv_arch_defaults DEFAULTS = {.n_kv_heads = 2,
+                                                      .head_dim = 128,
+                                                      .max_positions = 131072,
+                                                      .norm_eps = 1.5625e-7,
+                                                      .partial_rotary = 0.5};
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));
     out->qkv_bias = true; /* the class's default */

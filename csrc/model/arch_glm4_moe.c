@@ -5,9 +5,13 @@
 enum qkv_status qkv_arch_glm4_moe(struct qkv_error *err, const struct qkv_source *source,
                                   struct qkv_model_config *out)
 {
-    static const struct qkv_arch_defaults DEFAULTS = {
-        .n_kv_heads = 8, .max_positions = 131072, .partial_rotary = 0.5, .experts = true};
-    static const struct qkv_expert_defaults EXPERTS = {.n_experts = 128, .top_k = 8, .ffn = 1408};
+    static const struct qkv_arch_defaults DEFAULTS = {.n_kv_heads = 8,
+                                                      .max_positions = 131072,
+                                                      .norm_eps = 1e-5,
+                                                      .partial_rotary = 0.5,
+                                                      .experts = true};
+    static const struct qkv_expert_defaults EXPERTS = {
+        .n_experts = 128, .top_k = 8, .n_shared = 1, .ffn = 1408};
     static const char Q_NORM[] = "blk.0.attn_q_norm.weight";
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));

@@ -38,8 +38,11 @@ static enum qkv_status read_rope(struct qkv_error *err, const struct qkv_source 
 enum qkv_status qkv_arch_gpt_oss(struct qkv_error *err, const struct qkv_source *source,
                                  struct qkv_model_config *out)
 {
-    static const struct qkv_arch_defaults DEFAULTS = {
-        .n_kv_heads = 8, .head_dim = 64, .max_positions = 131072, .experts = true};
+    static const struct qkv_arch_defaults DEFAULTS = {.n_kv_heads = 8,
+                                                      .head_dim = 64,
+                                                      .max_positions = 131072,
+                                                      .norm_eps = 1e-5,
+                                                      .experts = true};
     static const struct qkv_expert_defaults EXPERTS = {.n_experts = 128, .top_k = 4};
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));

@@ -109,7 +109,7 @@ enum qkv_status qkv_arch_grouped_experts(struct qkv_error *err, const struct qkv
     QKV_TRY(qkv_source_real(err, source, QKV_KEY("routed_scaling_factor", "expert_weights_scale"),
                             0.0, 1e6, &factor));
     routing->factor = (float)factor;
-    int32_t n_shared = 1;
+    int32_t n_shared = source->gguf == NULL ? defaults->n_shared : 1;
     QKV_TRY(qkv_source_int(err, source, QKV_KEY("n_shared_experts", "expert_shared_count"), 0,
                            SHARED_MAX, &n_shared));
     if ((int64_t)n_shared * moe->ffn > SHARED_FFN_MAX) {

@@ -4,7 +4,8 @@
 enum qkv_status qkv_arch_llama(struct qkv_error *err, const struct qkv_source *source,
                                struct qkv_model_config *out)
 {
-    static const struct qkv_arch_defaults DEFAULTS = {.max_positions = 2048, .experts = true};
+    static const struct qkv_arch_defaults DEFAULTS = {
+        .max_positions = 2048, .norm_eps = 1e-6, .experts = true};
     static const struct qkv_expert_defaults EXPERTS = {.n_experts = 8, .top_k = 2};
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));

@@ -5,7 +5,8 @@
 enum qkv_status qkv_arch_mistral(struct qkv_error *err, const struct qkv_source *source,
                                  struct qkv_model_config *out)
 {
-    static const struct qkv_arch_defaults DEFAULTS = {.n_kv_heads = 8, .max_positions = 131072};
+    static const struct qkv_arch_defaults DEFAULTS = {
+        .n_kv_heads = 8, .max_positions = 131072, .norm_eps = 1e-6};
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));
     QKV_TRY(

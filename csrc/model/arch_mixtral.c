@@ -5,7 +5,7 @@ enum qkv_status qkv_arch_mixtral(struct qkv_error *err, const struct qkv_source 
                                  struct qkv_model_config *out)
 {
     static const struct qkv_arch_defaults DEFAULTS = {
-        .n_kv_heads = 8, .max_positions = 131072, .experts = true};
+        .n_kv_heads = 8, .max_positions = 131072, .norm_eps = 1e-5, .experts = true};
     static const struct qkv_expert_defaults EXPERTS = {.n_experts = 8, .top_k = 2};
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));

@@ -5,7 +5,8 @@
 enum qkv_status qkv_arch_phi3(struct qkv_error *err, const struct qkv_source *source,
                               struct qkv_model_config *out)
 {
-    static const struct qkv_arch_defaults DEFAULTS = {.max_positions = 4096, .partial_rotary = 1.0};
+    static const struct qkv_arch_defaults DEFAULTS = {
+        .max_positions = 4096, .norm_eps = 1e-5, .partial_rotary = 1.0};
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));
     out->fused_qkv = true;

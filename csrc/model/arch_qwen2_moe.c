@@ -2,11 +2,17 @@
  * part in every row, as much as a gate of its own says. */
 #include "model/arch.h"
 
+/* Every other layer of those before max_window_layers. */
+static bool slides(int32_t layer, int32_t max_window_layers)
+{
+    return layer % 2 == 0 && layer < max_window_layers;
+}
+
 enum qkv_status qkv_arch_qwen2_moe(struct qkv_error *err, const struct qkv_source *source,
                                    struct qkv_model_config *out)
 {
     static const struct qkv_arch_defaults DEFAULTS = {
-        .n_kv_heads = 16, .max_positions = 32768, .experts = true};
+        .n_kv_heads = 16, .max_positions = 32768, .norm_eps = 1e-6, .experts = true};
     static const struct qkv_expert_defaults EXPERTS = {.n_experts = 60, .top_k = 4, .ffn = 1408};
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));
@@ -24,5 +30,5 @@ enum qkv_status qkv_arch_qwen2_moe(struct qkv_error *err, const struct qkv_sourc
         &out->moe.shared_ffn));
     out->moe.shared_gate = true;
     QKV_TRY(qkv_arch_sparse_layers(err, source, out));
-    return qkv_arch_qwen_windows(err, source, out);
+    return qkv_arch_qwen_windows(err, source, slides, out);
 }

@@ -2,11 +2,18 @@
  * takes it to be true. */
 #include "model/arch.h"
 
+static bool slides(int32_t layer, int32_t max_window_layers)
+{
+    (void)layer;
+    (void)max_window_layers;
+    return true;
+}
+
 enum qkv_status qkv_arch_qwen3_moe(struct qkv_error *err, const struct qkv_source *source,
                                    struct qkv_model_config *out)
 {
     static const struct qkv_arch_defaults DEFAULTS = {
-        .n_kv_heads = 4, .max_positions = 32768, .experts = true};
+        .n_kv_heads = 4, .max_positions = 32768, .norm_eps = 1e-6, .experts = true};
     static const struct qkv_expert_defaults EXPERTS = {.n_experts = 128, .top_k = 8, .ffn = 768};
     QKV_TRY(qkv_arch_sizes(err, source, &DEFAULTS, out));
     QKV_TRY(qkv_arch_act(err, source, "hidden_act", "silu", out));
@@ -19,5 +26,5 @@ enum qkv_status qkv_arch_qwen3_moe(struct qkv_error *err, const struct qkv_sourc
     QKV_TRY(
         qkv_source_bool(err, source, QKV_KEY("norm_topk_prob", NULL), &out->moe.routing.normalize));
     QKV_TRY(qkv_arch_sparse_layers(err, source, out));
-    return qkv_arch_qwen_windows(err, source, out);
+    return qkv_arch_qwen_windows(err, source, slides, out);
 }
