@@ -15,7 +15,7 @@ from core_runs import Request, open_engine, run, scored
 from qkv import _core
 from qkv.quantization import convert
 from qkv.quantization.names import by_glob, with_fused
-from ref import forward, make_tiny, tiny_cases
+from ref import forward, make_tiny, stored, tiny_cases
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -61,6 +61,93 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path, rename: dict[s
         convert.convert(tmp_path / "both", tmp_path / "out", "int8")
 
 
+# As the authors of Kimi K2.5 save it, and transformers 5.
+KIMI = {
+    "KimiK25ForConditionalGeneration": (
+        {"model_type": "kimi_k2"}, {"": "language_model."}, "kimi_k25",
+    ),
+    "Kimi_K25ForConditionalGeneration": (
+        {"model_type": "deepseek_v3"}, {"model.": "model.language_model.", "": ""}, "kimi_k25",
+    ),
+    "KimiVLForConditionalGeneration": (
+        {"model_type": "deepseek_v3"}, {"": "language_model."}, "kimi_vl",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KIMI)
+def test_the_text_part_of_kimi(tmp_path: Path, name: str) -> None:
+    """DeepSeek-V3's class with its experts in int4, which both parts of the config say."""
+    text, rename, model_type = KIMI[name]
+    sizes: dict[str, Any] = {"moe_intermediate_size": 64, "first_k_dense_replace": 1}
+    tiny = make_tiny.write(tmp_path / "text", "deepseek_v3", **sizes)
+    tiny.config.update(text)
+    outer = {"architectures": [name], "model_type": model_type}
+    multimodal(tmp_path / "both", tiny, rename, **outer)
+    a, b = scored(tmp_path / "text"), scored(tmp_path / "both")
+    assert list(a.token_ids) == list(b.token_ids)
+    assert a.prompt_logprobs.tobytes() == b.prompt_logprobs.tobytes()
+    found = qkv.inspect(tmp_path / "both")
+    assert found.problem is None and found.config["arch"] == "DeepseekV3ForCausalLM"
+    config = json.loads((tmp_path / "both" / "config.json").read_text())
+    planned = qkv.plan(config, memory_gib=1).bytes_per_token
+    assert planned == qkv.plan(tiny.config, memory_gib=1).bytes_per_token
+
+
+def test_kimi_s_experts_in_int4(tmp_path: Path) -> None:
+    """The section stands in the text part, too, and names modules as the whole model has them; the
+    same bits as of a model of text alone."""
+    sizes: dict[str, Any] = {"moe_intermediate_size": 64, "first_k_dense_replace": 1}
+    tiny = make_tiny.write(tmp_path / "plain", "deepseek_v3", **sizes)
+    group = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
+        "ignore": [
+            "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*",
+            "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+        ],
+    }  # fmt: skip
+    results = []
+    for prefix in ("", "language_model."):
+        tensors: dict[str, stored.Tensor] = {}
+        for tensor, values in tiny.tensors.items():
+            name = prefix + tensor
+            if ".mlp.experts." in tensor:
+                tensors |= packed(name.removesuffix(".weight"), values)
+            else:
+                tensors[name] = ("BF16", make_tiny.bf16_bits(values))
+        text = {**tiny.config, "quantization_config": section}
+        outer = {
+            "architectures": ["KimiK25ForConditionalGeneration"],
+            "text_config": {**text, "model_type": "kimi_k2"},
+        }
+        folder = tmp_path / (prefix or "text")
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(outer if prefix else text))
+        stored.write(folder / "model.safetensors", tensors)
+        with qkv.Engine(folder, kv_tokens=64, threads=1) as engine:
+            assert engine.info["quantization"]["method"] == "compressed-tensors"
+            (score,) = engine.score([list(range(7, 47))], progress=False)
+        results.append(score.token_logprobs.tobytes())
+    assert results[0] == results[1]
+
+
+def packed(module: str, values: Any) -> dict[str, stored.Tensor]:
+    """int4 in groups of 32 as compressed-tensors packs them, [out, in]."""
+    groups = values.reshape(values.shape[0], -1, 32)
+    scale = np.maximum(np.abs(groups).max(axis=-1) / 7, 1e-6).astype(np.float32)
+    codes = np.clip(np.rint(groups / scale[..., None]), -8, 7).astype(np.int64) + 8
+    words = codes.reshape(values.shape[0], -1, 8).astype(np.uint32)
+    words = (words << np.arange(0, 32, 4, dtype=np.uint32)).sum(axis=-1, dtype=np.uint32)
+    return {
+        f"{module}.weight_packed": ("I32", words.view(np.int32)),
+        f"{module}.weight_scale": ("F32", scale),
+        f"{module}.weight_shape": ("I64", np.array(values.shape, np.int64)),
+    }
+
+
 def test_an_excluded_module_of_the_text_part(tmp_path: Path) -> None:
     """Lists name modules as the whole model has them."""
     match = with_fused(by_glob(["language_model.model.layers.0.*", "vision_tower*"]))
@@ -87,15 +174,49 @@ def test_text_parts_that_do_not_stand_alone(
         scored(tmp_path / "both")
 
 
+DELTA, STATE, CONV, KEYS = (
+    "gated delta-net layers", "state-space layers", "short convolutions", "keys that an indexer",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "lacks"),
     [
-        ("Qwen3NextForCausalLM", "gated delta-net layers"),
-        ("Qwen3_5ForCausalLM", "gated delta-net layers"),
-        ("Mamba2ForCausalLM", "state-space layers"),
-        ("JambaForCausalLM", "state-space layers"),
-        ("NemotronHForCausalLM", "state-space layers"),
-        ("SomethingForCausalLM", "known: .*LlamaForCausalLM"),
+        ("Qwen3NextForCausalLM", DELTA),
+        ("Qwen3_5ForCausalLM", DELTA),
+        ("Qwen3_5MoeForCausalLM", DELTA),
+        ("Qwen4ExpForCausalLM", DELTA),
+        ("OlmoHybridForCausalLM", DELTA),
+        ("LaraMiniForCausalLM", DELTA),
+        ("KimiLinearForCausalLM", "delta-attention layers"),
+        ("BailingHybridForCausalLM", "delta-attention layers"),
+        ("MiniMaxForCausalLM", "lightning attention"),
+        ("MiniMaxText01ForCausalLM", "lightning attention"),
+        ("MiniMaxM2ForCausalLM", "norms of q and k over all heads"),
+        ("MambaForCausalLM", STATE),
+        ("Mamba2ForCausalLM", STATE),
+        ("FalconMambaForCausalLM", STATE),
+        ("FalconH1ForCausalLM", STATE),
+        ("JambaForCausalLM", STATE),
+        ("BambaForCausalLM", STATE),
+        ("ZambaForCausalLM", STATE),
+        ("Zamba2ForCausalLM", STATE),
+        ("NemotronHForCausalLM", STATE),
+        ("GraniteMoeHybridForCausalLM", STATE),
+        ("Plamo2ForCausalLM", STATE),
+        ("HymbaForCausalLM", STATE),
+        ("RecurrentGemmaForCausalLM", "recurrent layers"),
+        ("RwkvForCausalLM", "recurrent layers"),
+        ("xLSTMForCausalLM", "recurrent layers"),
+        ("Lfm2ForCausalLM", CONV),
+        ("Lfm2MoeForCausalLM", CONV),
+        ("Lfm3ForCausalLM", CONV),
+        ("InklingForCausalLM", CONV),
+        ("DeepseekV32ForCausalLM", KEYS),
+        ("GlmMoeDsaForCausalLM", KEYS),
+        ("DeepseekV4ForCausalLM", "compressed keys"),
+        ("LongcatFlashForCausalLM", "two blocks of attention in a layer"),
+        ("SomethingForCausalLM", "known: .*LlamaForCausalLM.*Glm4MoeLiteForCausalLM"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, name: str, lacks: str) -> None:

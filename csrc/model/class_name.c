@@ -1,39 +1,62 @@
-/* Sources: the model classes of transformers 5.24 and the architectures of gguf-py 0.19. */
+/* Sources: the model classes of transformers 5.24, the architectures of gguf-py 0.19; of Kimi K2.5
+ * and Kimi-VL also the config.json that their authors publish. */
 #include "model/class_name.h"
 
 #include <ctype.h>
 #include <stdio.h>
 #include <string.h>
 
-/* Beginnings of names, in small letters without "_" and "-". */
+#define DELTA_NET "gated delta-net layers (linear attention)"
+#define STATE_SPACE "state-space layers"
+#define CONVOLUTIONS "short convolutions between the layers of attention"
+#define INDEXER "attention to keys that an indexer chooses"
+#define POSITIONS_3D "positions in three dimensions"
+
+/* Beginnings of names, in small letters without "_" and "-"; the first that fits. */
 static const struct {
     const char *begins;
     const char *lacks;
 } LACKS[] = {
-    {"qwen3next", "gated delta-net layers (linear attention)"},
-    {"qwen35", "gated delta-net layers (linear attention)"},
+    {"qwen3next", DELTA_NET},
+    {"qwen35", DELTA_NET},
+    {"qwen4exp", DELTA_NET},
+    {"olmohybrid", DELTA_NET},
+    {"laramini", DELTA_NET},
     {"kimilinear", "delta-attention layers (linear attention)"},
+    {"bailinghybrid", "delta-attention layers (linear attention)"},
+    {"glm5next", "delta-attention layers (linear attention)"},
+    {"minimaxm2", "norms of q and k over all heads together"},
+    {"minimaxm3", INDEXER},
     {"minimax", "lightning attention layers (linear attention)"},
-    {"mamba", "state-space layers"},
-    {"falconmamba", "state-space layers"},
-    {"falconh1", "state-space layers"},
-    {"jamba", "state-space layers"},
-    {"bamba", "state-space layers"},
-    {"zamba", "state-space layers"},
-    {"nemotronh", "state-space layers"},
-    {"granitemoehybrid", "state-space layers"},
-    {"granitehybrid", "state-space layers"},
-    {"plamo2", "state-space layers"},
-    {"hymba", "state-space layers"},
+    {"mamba", STATE_SPACE},
+    {"falconmamba", STATE_SPACE},
+    {"falconh1", STATE_SPACE},
+    {"jamba", STATE_SPACE},
+    {"bamba", STATE_SPACE},
+    {"zamba", STATE_SPACE},
+    {"nemotronh", STATE_SPACE},
+    {"granitemoehybrid", STATE_SPACE},
+    {"granitehybrid", STATE_SPACE},
+    {"plamo2", STATE_SPACE},
+    {"hymba", STATE_SPACE},
     {"recurrentgemma", "recurrent layers"},
     {"rwkv", "recurrent layers"},
-    {"lfm2", "short convolutions between the layers of attention"},
+    {"xlstm", "recurrent layers"},
+    {"lfm2", CONVOLUTIONS},
+    {"lfm3", CONVOLUTIONS},
+    {"inkling", "short convolutions inside of attention"},
+    {"deepseekv32", INDEXER},
+    {"deepseek32", INDEXER},
+    {"deepseekv4", "compressed keys, and attention to those that an indexer chooses"},
+    {"glmmoedsa", INDEXER},
+    {"glmdsa", INDEXER},
+    {"longcatflash", "two blocks of attention in a layer"},
     {"gemma3n", "embeddings per layer and alternating updates"},
     {"mllama", "cross-attention to images"},
     {"paligemma", "attention in both directions over a prefix"},
-    {"qwen2vl", "positions in three dimensions"},
-    {"qwen25vl", "positions in three dimensions"},
-    {"qwen3vl", "positions in three dimensions"},
+    {"qwen2vl", POSITIONS_3D},
+    {"qwen25vl", POSITIONS_3D},
+    {"qwen3vl", POSITIONS_3D},
     {"t5", "an encoder"},
     {"bert", "an encoder"},
     {"whisper", "an encoder"},
@@ -60,6 +83,9 @@ const char *qkv_class_lacks(const char *name)
 /* Multimodal classes whose text part is a model by itself: nothing in it knows of images. */
 static const char *const STAND_ALONE[] = {
     "Gemma3ForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",  /* as its authors save it */
+    "Kimi_K25ForConditionalGeneration", /* as transformers 5 does */
+    "KimiVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
@@ -73,7 +99,8 @@ static const struct {
     {"llama", "LlamaForCausalLM"},        {"mistral", "MistralForCausalLM"},
     {"qwen2", "Qwen2ForCausalLM"},        {"qwen3", "Qwen3ForCausalLM"},
     {"phi3", "Phi3ForCausalLM"},          {"gemma2", "Gemma2ForCausalLM"},
-    {"gemma3_text", "Gemma3ForCausalLM"},
+    {"gemma3_text", "Gemma3ForCausalLM"}, {"deepseek_v3", "DeepseekV3ForCausalLM"},
+    {"kimi_k2", "DeepseekV3ForCausalLM"},
 };
 
 static enum qkv_status first_of_architectures(struct qkv_error *err,

@@ -26,7 +26,7 @@ static enum qkv_status find_arch(struct qkv_error *err, const char *name, bool g
                                  const struct arch **out)
 {
     const char *where = gguf ? "general.architecture" : "config.json";
-    char known[256] = "";
+    char known[400] = ""; /* all of them */
     size_t length = 0;
     for (size_t i = 0; i < N_ARCHS; i++) {
         const char *candidate = gguf ? ARCHS[i].gguf_name : ARCHS[i].class_name;
