@@ -4,6 +4,7 @@ the same model; a config that lies about them is refused before a weight is pack
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,50 @@ def test_a_vector_with_no_number(tmp_path: Path, arch: str, name: str) -> None:
     make_tiny.write_safetensors(tmp_path / "model.safetensors", tiny.tensors, "F32")
     with pytest.raises(_core.CheckpointError, match=full + ": a value is not a number"):
         Engine(tmp_path, kv_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("arch", "missing"),
+    [
+        ("gpt_oss", "mlp.router.weight"),
+        ("gpt_oss", "mlp.router.bias"),
+        ("gpt_oss", "mlp.experts.gate_up_proj"),
+        ("mixtral", "block_sparse_moe.gate.weight"),
+        ("mixtral", "block_sparse_moe.experts.0.w1.weight"),
+        ("qwen3_moe", "mlp.gate.weight"),
+    ],
+)
+def test_what_is_missing_has_the_architecture_s_own_name(
+    tmp_path: Path, arch: str, missing: str
+) -> None:
+    """gpt-oss without its router was said to lack mlp.gate.weight."""
+    tiny = make_tiny.write(tmp_path, arch)
+    name = f"model.layers.1.{missing}"
+    del tiny.tensors[name]
+    make_tiny.write_safetensors(tmp_path / "model.safetensors", tiny.tensors)
+    with pytest.raises(_core.CheckpointError, match=f"has no tensor {re.escape(name)}$"):
+        Engine(tmp_path, kv_tokens=16)
+
+
+def test_biases_of_experts_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An element has no bytes of its own there: this was a ValueError in the midst of loading."""
+    write = make_tiny.write_gguf_file
+
+    def quantized(path: Path, meta: Any, tensors: list[Any]) -> None:
+        changed = [
+            (name, shape, "Q8_0", bytes(int(np.prod(shape)) // 32 * 34))
+            if name == "blk.0.ffn_up_exps.bias"
+            else (name, shape, kind, data)
+            for name, shape, kind, data in tensors
+        ]
+        write(path, meta, changed)
+
+    monkeypatch.setattr(make_tiny, "write_gguf_file", quantized)
+    make_tiny.write_gguf(tmp_path / "m.gguf", "gpt_oss", intermediate_size=64)
+    with pytest.raises(
+        _core.CheckpointError, match=r"blk\.0\.ffn_up_exps\.bias: biases of experts in Q8_0 blocks"
+    ):
+        Engine(tmp_path / "m.gguf", kv_tokens=16)
 
 
 def test_a_lie_about_experts_in_blocks(fixtures_dir: Path, tmp_path: Path) -> None:

@@ -231,6 +231,9 @@ static enum qkv_status load_bias(struct qkv_error *err, struct loader *loader,
         const size_t each = (size_t)qkv_format_traits(tensor->format)->block_bytes;
         status =
             qkv_codec_dequantize(err, tensor->format, tensor->data + element * each, 1, values + i);
+        if (status == QKV_OK && !isfinite(values[i])) {
+            status = qkv_fail(err, QKV_ERR_CHECKPOINT, "a value is not finite");
+        }
     }
     status = status != QKV_OK ? qkv_fail_prefix(err, status, tensor->name)
                               : upload_vector(err, loader->model, values, n, out);

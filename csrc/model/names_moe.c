@@ -51,6 +51,11 @@ static const struct candidate MIXTRAL_EXPERTS[QKV_EXPERT_PARTS][N_CANDIDATES] = 
               {HF "mlp.experts.down_proj", STACKED},
               {HF "block_sparse_moe.switch_mlp.down_proj.weight", STACKED}},
 };
+static const struct candidate GPT_OSS_EXPERTS[QKV_EXPERT_PARTS][N_CANDIDATES] = {
+    [GATE] = {{HF "mlp.experts.gate_up_proj", BOTH}, {HF "mlp.experts.gate_proj.weight", STACKED}},
+    [UP] = {{HF "mlp.experts.gate_up_proj", BOTH}, {HF "mlp.experts.up_proj.weight", STACKED}},
+    [DOWN] = {{HF "mlp.experts.down_proj", STACKED}, {HF "mlp.experts.down_proj.weight", STACKED}},
+};
 static const struct candidate GGUF_EXPERTS[QKV_EXPERT_PARTS][N_CANDIDATES] = {
     [GATE] = {{GGUF "ffn_gate_exps.weight", STACKED},
               {GGUF "ffn_gate_up_exps.weight", BOTH},
@@ -82,11 +87,12 @@ static const struct candidate SHARED[QKV_EXPERT_PARTS][N_CANDIDATES] = {
               {HF "mlp.shared_expert.down_proj.weight", EACH},
               {GGUF "ffn_down_shexp.weight", EACH}},
 };
-static const struct candidate ROUTER[] = {{HF "mlp.gate.weight", EACH},
-                                          {HF "block_sparse_moe.gate.weight", EACH},
-                                          {HF "mlp.router.weight", EACH},
-                                          {GGUF "ffn_gate_inp.weight", EACH},
-                                          {NULL, EACH}};
+static const struct candidate ROUTER[] = {
+    {HF "mlp.gate.weight", EACH}, {GGUF "ffn_gate_inp.weight", EACH}, {NULL, EACH}};
+static const struct candidate MIXTRAL_ROUTER[] = {
+    {HF "block_sparse_moe.gate.weight", EACH}, {HF "mlp.gate.weight", EACH}, {NULL, EACH}};
+static const struct candidate GPT_OSS_ROUTER[] = {
+    {HF "mlp.router.weight", EACH}, {GGUF "ffn_gate_inp.weight", EACH}, {NULL, EACH}};
 static const struct candidate ROUTER_BIAS[] = {
     {HF "mlp.router.bias", EACH}, {GGUF "ffn_gate_inp.bias", EACH}, {NULL, EACH}};
 static const struct candidate SHARED_GATE[] = {{HF "mlp.shared_expert_gate.weight", EACH},
@@ -204,6 +210,12 @@ static enum qkv_status bind_bias(struct qkv_error *err, struct binder *binder, i
                               (found->place == BOTH ? 2 : 1) * rows};
     const struct qkv_tensor *tensor = qkv_weights_find(binder->weights, name);
     QKV_TRY(qkv_bind_tensor(err, binder, tensor, 2, shape));
+    const struct qkv_format_traits *format = qkv_format_traits(tensor->format);
+    if (format->block_elems != 1) { /* an expert's part may begin inside of a block */
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "%s: biases of experts in %s blocks, must be F32, F16 or BF16", name,
+                        format->name);
+    }
     out->bias = tensor;
     out->bias_first = first_row(binder, found->place, part, expert, rows, &out->bias_step);
     return QKV_OK;
@@ -217,6 +229,7 @@ static enum qkv_status bind_expert(struct qkv_error *err, struct binder *binder,
     const struct candidate(*lists)[N_CANDIDATES] = shared               ? SHARED
                                                    : gguf               ? GGUF_EXPERTS
                                                    : moe->mixtral_names ? MIXTRAL_EXPERTS
+                                                   : moe->expert_bias   ? GPT_OSS_EXPERTS
                                                                         : HF_EXPERTS;
     const int64_t hidden = binder->config->hidden;
     const int64_t ffn = shared ? moe->shared_ffn : moe->ffn;
@@ -254,7 +267,10 @@ enum qkv_status qkv_bind_experts(struct qkv_error *err, struct binder *binder)
     const struct qkv_moe_config *moe = &binder->config->moe;
     const int64_t hidden = binder->config->hidden;
     const int32_t n_experts = moe->routing.n_experts;
-    QKV_TRY(bind_one(err, binder, ROUTER, QKV_PART_ROUTER, n_experts, hidden));
+    const struct candidate *router = moe->mixtral_names ? MIXTRAL_ROUTER
+                                     : moe->router_bias ? GPT_OSS_ROUTER
+                                                        : ROUTER;
+    QKV_TRY(bind_one(err, binder, router, QKV_PART_ROUTER, n_experts, hidden));
     if (moe->router_bias) {
         QKV_TRY(bind_one(err, binder, ROUTER_BIAS, QKV_PART_ROUTER_BIAS, n_experts, 0));
     }
