@@ -102,6 +102,16 @@ def test_what_is_not_supported_is_named(
         qkv.Engine(tmp_path, kv_tokens=64)
 
 
+def test_expanded_prompts_are_refused_by_name(tiny: Tiny) -> None:
+    """They would give up the same bits for any chunk; another name is no option at all."""
+    with pytest.raises(_core.UnsupportedError, match="mla_prefill='expanded'.*'absorbed' alone"):
+        qkv.Engine(tiny("deepseek_v3"), kv_tokens=64, mla_prefill="expanded")
+    with pytest.raises(ValueError, match="mla_prefill='both': must be one of absorbed"):
+        qkv.Engine(tiny("deepseek_v3"), kv_tokens=64, mla_prefill="both")
+    with qkv.Engine(tiny("deepseek_v3"), kv_tokens=64, mla_prefill="absorbed"):
+        pass
+
+
 @pytest.mark.parametrize(("arch", "default"), [("deepseek_v3", 2.5), ("glm4_moe_lite", 1.8)])
 def test_the_class_s_own_factor(tmp_path: Path, arch: str, default: float) -> None:
     """Of the experts' outputs, where the config has none."""

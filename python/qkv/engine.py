@@ -66,6 +66,8 @@ class Engine:
     activation_quant: "checkpoint" as the checkpoint prescribes, "off" never; "int8" quantizes each
         row of activations for products with weights in integer codes: faster, less exact, and the
         same bits whatever the batch. info has how many matrices that concerns.
+    mla_prefill: "absorbed", the one form of latent attention that gives the same bits in any chunk
+        and after any prefix hit; "expanded" is refused with the reason.
     seed: from which the seeds of rows without one are derived (None: 0), so runs can be repeated.
     tokenizer: a folder, or an object with encode and decode, instead of the model's own.
 
@@ -90,6 +92,7 @@ class Engine:
         activation_quant: str = "checkpoint",
         compute_dtype: str = "bf16",
         query_dtype: str = "bf16",
+        mla_prefill: str = "absorbed",
         device: str = "auto",
         threads: int | None = None,
         mem_fraction: float | None = None,
@@ -115,6 +118,7 @@ class Engine:
             query_dtype=query_dtype,
             compute_dtype=compute_dtype,
         )
+        options.check_latent(mla_prefill)
         options.check_scales_file(quantization_param_path)
         options.check_quantization(quantization, prefill_quantization)
         flag("prefix_cache", prefix_cache)

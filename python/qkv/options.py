@@ -106,6 +106,17 @@ def check_arithmetic(
     one_of("query_dtype", query_dtype, ("bf16", "fp8_e4m3"))
 
 
+def check_latent(mla_prefill: str) -> None:
+    """How latent attention computes prompts. The other way is known elsewhere, and refused."""
+    if mla_prefill == "expanded":
+        raise _core.UnsupportedError(
+            "mla_prefill='expanded': keys and values of each head would be computed anew for a "
+            "chunk's own tokens, but not for those in the cache, so results would depend on "
+            "chunks, prefix hits and retractions; this version has mla_prefill='absorbed' alone"
+        )
+    one_of("mla_prefill", mla_prefill, ("absorbed",))
+
+
 def check_scales_file(
     path: str | os.PathLike[str] | None, name: str = "quantization_param_path"
 ) -> None:
