@@ -410,6 +410,32 @@ def test_wrong_arguments(
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("ignore", "near"),
+    [
+        ("down_porj", "down_proj"),
+        ("model.layers.0.self_attn.q_prj", r"model\.layers\.0\.self_attn\.q_proj"),
+        ("re:model\\.layer\\.0", r"model\.layers\.0"),
+    ],
+)
+def test_a_pattern_that_is_no_module_s(
+    tiny: Callable[..., Path], tmp_path: Path, ignore: str, near: str
+) -> None:
+    """It was once taken without a word, and the module it meant was quantized."""
+    with pytest.raises(ValueError, match=f"no module of this name; there is .*{near}"):
+        convert.convert(
+            tiny("llama", **SHAPE), tmp_path / "out", "fp8", ignore=["*.up_proj", ignore]
+        )
+    assert not os.listdir(tmp_path)
+
+
+def test_the_head_may_be_named_where_it_is_the_embedding(
+    tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = tiny("llama", **SHAPE, tie_word_embeddings=True)
+    assert convert.convert(path, tmp_path / "out", "fp8", ignore=["lm_head"]).n_quantized > 0
+
+
 @pytest.mark.parametrize("ignore", ["*.down_proj", [7], [None]])
 def test_what_to_ignore_is_a_list_of_strings(
     tiny: Callable[..., Path], tmp_path: Path, ignore: Any

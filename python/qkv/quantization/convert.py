@@ -1,5 +1,6 @@
 """From any checkpoint that the engine loads to one with quantized weights that others load, too."""
 
+import difflib
 import fnmatch
 import os
 import re
@@ -117,18 +118,40 @@ def _layout(quantization: str, group_size: int | None) -> Layout:
     return layout.with_group(group_size)
 
 
-def _matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
-        raise TypeError(f"ignore={patterns!r:.100}: a list of strings is needed")
-    try:
-        regexes = [
-            re.compile(p[3:] if p.startswith("re:") else fnmatch.translate(p)) for p in patterns
-        ]
-    except re.error as error:
-        raise ValueError(f"ignore: {error}") from error
-    return lambda module: any(
-        regex.match(module) or regex.match(module.rpartition(".")[2]) for regex in regexes
-    )
+class _Ignore:
+    """What the user wants to stay as it is. lm_head stays by itself and may be named where a tied
+    checkpoint has none."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+            raise TypeError(f"ignore={patterns!r:.100}: a list of strings is needed")
+        try:
+            self._regexes = {
+                p: re.compile(p[3:] if p.startswith("re:") else fnmatch.translate(p))
+                for p in patterns
+            }
+        except re.error as error:
+            raise ValueError(f"ignore: {error}") from error
+        self._unused = {pattern for pattern in patterns if pattern != "lm_head"}
+        self._modules: list[str] = []
+
+    def matches(self, module: str) -> bool:
+        """Whether a module of the checkpoint stays."""
+        last = module.rpartition(".")[2]
+        found = {p for p, r in self._regexes.items() if r.match(module) or r.match(last)}
+        self._unused -= found
+        self._modules.append(module)
+        return bool(found)
+
+    def check(self) -> None:
+        """ValueError if a pattern was none of the modules that were asked for."""
+        if not self._unused:
+            return
+        pattern = min(self._unused)
+        lasts = [module.rpartition(".")[2] for module in self._modules]
+        names = list(dict.fromkeys([*self._modules, *lasts]))
+        near = difflib.get_close_matches(pattern.removeprefix("re:"), names, 3, 0.4) or names[:3]
+        raise ValueError(f"ignore={pattern!r}: no module of this name; there is {', '.join(near)}")
 
 
 class _Source:
@@ -145,7 +168,7 @@ class _Source:
         self._checkpoint = checkpoint
         self._layout = layout
         self._target = METHODS[quantization].target.partition(":")[0]
-        self._is_ignored = _matcher(ignore)
+        self._ignore = _Ignore(ignore)
         self._threads = threads
         self._gguf = checkpoint.container == "gguf"
         self._detected: Detected = detect(checkpoint)
@@ -197,6 +220,7 @@ class _Source:
                 f"{len(self._stacked)} tensors hold all experts of a layer and stay as they are, "
                 "the written formats have experts one by one: " + tables.first(self._stacked)
             )
+        self._ignore.check()
         yield from self._kv_scales()
 
     def _kv_scales(self) -> Iterator[Piece]:
@@ -222,7 +246,9 @@ class _Source:
             return self._matrix(hub, name, dtype, (shape[0], shape[1]))
         if len(shape) == 3 and _STACKED.fullmatch(hub):
             self._stacked.append(hub)
-            self._ignored.add(hub.removesuffix(".weight").rpartition(".")[0])
+            module = hub.removesuffix(".weight")
+            self._ignore.matches(module)  # stays in any case, and may be named
+            self._ignored.add(module.rpartition(".")[0])
         return self._plain(hub, name, dtype, shape)
 
     def _matrix(self, hub: str, name: str, dtype: str, shape: tuple[int, int]) -> Piece:
@@ -247,7 +273,7 @@ class _Source:
 
     def _wants(self, module: str) -> bool:
         last = module.rpartition(".")[2]
-        if self._is_ignored(module):
+        if self._ignore.matches(module):
             return False
         if last in ("embed_tokens", "lm_head"):
             return self._layout.is_mlx
