@@ -81,8 +81,9 @@ static enum qkv_status read_offsets(struct qkv_error *err, const char *name,
     if (from < 0 || to < from || (uint64_t)to > n_data) {
         return qkv_fail(err, QKV_ERR_CHECKPOINT,
                         "tensor %.200s: bytes %" PRId64 " to %" PRId64 ", the file has data bytes 0"
-                        " to %" PRIu64,
-                        name, from, to, n_data);
+                        " to %" PRIu64 "%s",
+                        name, from, to, n_data,
+                        to > from && from >= 0 ? ": was it cut short? fetch it again" : "");
     }
     *begin = (uint64_t)from;
     *end = (uint64_t)to;
@@ -216,6 +217,12 @@ static enum qkv_status find_header(struct qkv_error *err, const uint8_t *data, u
     if (n_bytes < 8) {
         return qkv_fail(err, QKV_ERR_CHECKPOINT,
                         "no safetensors file: %" PRIu64 " bytes, at least 8", n_bytes);
+    }
+    static const char LFS[] = "version https://git-lfs";
+    if (n_bytes >= sizeof LFS - 1 && memcmp(data, LFS, sizeof LFS - 1) == 0) {
+        return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                        "a pointer of Git LFS, not the file that it stands for: fetch that one "
+                        "(git lfs pull)");
     }
     uint64_t n_header = qkv_read_u64(data);
     if (n_header > n_bytes - 8) {

@@ -415,6 +415,28 @@ static enum qkv_status choose_gguf(struct qkv_error *err, const char *folder, ch
     return QKV_OK;
 }
 
+/* What people take for a checkpoint, and what to do with it. */
+static const char *hint_at(char **names, size_t n_names)
+{
+    static const struct {
+        const char *end, *hint;
+    } KNOWN[] = {
+        {"adapter_model.safetensors", ", but an adapter: merge it into its model first"},
+        {"consolidated.safetensors", ", but consolidated.safetensors: take the model's other "
+                                     "form, with config.json"},
+        {".bin", ", but .bin files: save the model as safetensors first"},
+        {".pth", ", but .pth files: save the model as safetensors first"},
+    };
+    for (size_t i = 0; i < n_names; i++) {
+        for (size_t k = 0; k < sizeof KNOWN / sizeof KNOWN[0]; k++) {
+            if (qkv_text_ends_with(names[i], KNOWN[k].end)) {
+                return KNOWN[k].hint;
+            }
+        }
+    }
+    return "";
+}
+
 static enum qkv_status open_gguf_in_folder(struct qkv_error *err, struct qkv_weights *weights)
 {
     char **names = NULL;
@@ -424,8 +446,8 @@ static enum qkv_status open_gguf_in_folder(struct qkv_error *err, struct qkv_wei
     QKV_TRY(qkv_folder_list(err, weights->folder, &names, &n_names));
     enum qkv_status status = choose_gguf(err, weights->folder, names, n_names, &chosen);
     if (status == QKV_OK && chosen == NULL) {
-        status = qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: holds neither %s nor %s nor a .gguf file",
-                          weights->folder, single_name, index_name);
+        status = qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: holds neither %s nor %s nor a .gguf file%s",
+                          weights->folder, single_name, index_name, hint_at(names, n_names));
     }
     if (status == QKV_OK) {
         status = qkv_path_join(err, weights->folder, chosen, &path);

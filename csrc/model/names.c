@@ -401,7 +401,8 @@ static enum qkv_status check_left_over(struct qkv_error *err, const struct binde
     }
     if (n_left != 0) {
         return qkv_fail(err, QKV_ERR_CHECKPOINT,
-                        "%s: no part of the architecture (%zu such tensors)", first, n_left);
+                        "%.200s: no part of the architecture, %s (%zu such tensor%s)", first,
+                        binder->config->arch, n_left, n_left == 1 ? "" : "s");
     }
     return QKV_OK;
 }

@@ -122,6 +122,8 @@ static void test_single_file(void)
     char with_slash[80];
     (void)snprintf(with_slash, sizeof with_slash, "%s//", folder);
     check_opens(with_slash, 2, 1);
+    write_text("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0");
+    check_refused(folder, QKV_ERR_CHECKPOINT, "/model.safetensors: a pointer of Git LFS");
     write_text("model.safetensors", "short");
     check_refused(folder, QKV_ERR_CHECKPOINT, "/model.safetensors: no safetensors file: 5 bytes");
     remove_folder();
@@ -136,6 +138,9 @@ static void test_wrong_paths(void)
     check_refused("", QKV_ERR_IO, "no such file or folder");
     check_refused(folder, QKV_ERR_CHECKPOINT, "holds neither model.safetensors nor");
     write_text("weights.bin", "x");
+    check_refused(folder, QKV_ERR_CHECKPOINT, "but .bin files: save the model as safetensors");
+    write_text("adapter_model.safetensors", "x");
+    check_refused(folder, QKV_ERR_CHECKPOINT, "but an adapter: merge it into its model");
     check_refused(in_folder("weights.bin"), QKV_ERR_CHECKPOINT, "neither a folder nor");
     CHECK_EQ_INT(mkfifo(in_folder("pipe.gguf"), 0600), 0);
     check_refused(in_folder("pipe.gguf"), QKV_ERR_IO, "not a regular file");
