@@ -48,6 +48,33 @@ def answer(engine: qkv.Engine, given: SamplingParams) -> qkv.RequestOutput:
     return output
 
 
+LARGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("schema", "key"),
+    [
+        ({"type": "integer", "minimum": 1e308}, "minimum is 1e.308"),
+        (
+            {"type": "integer", "minimum": 1e19, "maximum": 1e20},
+            "maximum is 1e.20|minimum is 1e.19",
+        ),
+        ({"type": "integer", "exclusiveMaximum": -LARGE}, "exclusiveMaximum is -10+"),
+        ({"properties": {"enum": {"anyOf": [{"minimum": 2**63}]}}}, f"minimum is {2**63}"),
+    ],
+)
+def test_bounds_beyond_64_bits(schema: dict[str, Any], key: str) -> None:
+    """llguidance cut them to 64 bits and then allowed a number below the minimum."""
+    with pytest.raises(ValueError, match=f"({key}): bounds must be within 64 bits"):
+        params("json", schema)
+
+
+def test_data_and_names_are_no_bounds(engine: qkv.Engine) -> None:
+    schema = {"type": "object", "properties": {"minimum": {"const": 7}}, "required": ["minimum"]}
+    schema["default"] = {"minimum": 1e300}
+    assert json.loads(answer(engine, params("json", schema)).text)["minimum"] == 7
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
 def test_schema(engine: qkv.Engine, temperature: float) -> None:
     for seed in range(4):

@@ -8,7 +8,7 @@ the same tokens in any batch.
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +24,10 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar")
 # As json.dumps writes it. With white space at will a small model writes nothing else for ever. A
 # schema may say otherwise under "x-guidance".
 _JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_DATA = ("const", "enum", "default", "examples")  # of a schema, that hold no schemas
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 _MAX_COMPILED = 64  # grammars of one engine that are kept
 _MAX_WRITTEN = 1 << 20  # characters of a grammar
@@ -84,9 +88,30 @@ def _schema(name: str, value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}={value!r:.100}: a schema (a mapping, or its JSON) is needed")
     try:
-        return json.loads(json.dumps(value, allow_nan=False))
+        schema = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} cannot be written as JSON: {error}") from None
+    for key, bound in _bounds(schema):
+        if abs(bound) >= 2**63:
+            raise ValueError(f"{name}: {key} is {bound!s:.40}: bounds must be within 64 bits")
+    return schema
+
+
+def _bounds(schema: Any) -> Iterator[tuple[str, float]]:
+    """Of numbers: llguidance cuts larger ones to 64 bits and then takes others than were asked for.
+    Values of these keys in data ("const", "enum") are none."""
+    waiting = [(schema, False)]  # whether keys are names that the user chose
+    while waiting:
+        found, named = waiting.pop()
+        if isinstance(found, list):
+            waiting += [(value, False) for value in found]
+        elif isinstance(found, dict):
+            for key, value in found.items():
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                if key in _BOUNDS and is_number and not named:
+                    yield key, value
+                elif named or key not in _DATA:
+                    waiting.append((value, not named and key in _NAMED))
 
 
 def _choices(name: str, value: Any) -> list[str]:
