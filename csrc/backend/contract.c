@@ -46,6 +46,47 @@ enum qkv_status qkv_check_batch(struct qkv_error *err, const struct qkv_batch *b
     return QKV_OK;
 }
 
+enum qkv_status qkv_check_kv_layer(struct qkv_error *err, const struct qkv_kv_layer *layer)
+{
+    int32_t tail = qkv_kv_format_traits(layer->k_format)->tail;
+    tail = tail != 0 ? tail : qkv_kv_format_traits(layer->v_format)->tail;
+    if (tail != 0 && (!layer->latent || layer->k_dim - layer->v_dim != tail)) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "KV layer: fp8_ds_mla is for latent attention with %d rotated channels, "
+                        "here %s %d",
+                        tail, layer->latent ? "there are" : "a head has",
+                        layer->latent ? layer->k_dim - layer->v_dim : layer->k_dim);
+    }
+    if (!layer->latent) {
+        return QKV_OK;
+    }
+    if (layer->n_kv_heads != 1 || layer->v_dim > layer->k_dim ||
+        layer->v_dim % QKV_LATENT_STEP != 0) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "KV layer: %d heads, values in the first %d of %d channels: must be 1, and "
+                        "a multiple of %d",
+                        layer->n_kv_heads, layer->v_dim, layer->k_dim, QKV_LATENT_STEP);
+    }
+    if (layer->k_format != layer->v_format) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "KV layer: one row is both K and V, which cannot be %s and %s",
+                        qkv_kv_format_traits(layer->k_format)->name,
+                        qkv_kv_format_traits(layer->v_format)->name);
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_check_latent_scales(struct qkv_error *err, int32_t layer, float k_scale,
+                                        float v_scale)
+{
+    if (k_scale != v_scale) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "layer %d: k_scale %g and v_scale %g of one row, must be equal", layer,
+                        (double)k_scale, (double)v_scale);
+    }
+    return QKV_OK;
+}
+
 enum qkv_status qkv_check_kv_scales(struct qkv_error *err, int32_t layer, const char *which,
                                     enum qkv_kv_format format, const float *scales, int32_t n)
 {

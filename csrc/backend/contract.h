@@ -17,6 +17,15 @@ struct qkv_sizes {
 
 enum qkv_status qkv_check_batch(struct qkv_error *err, const struct qkv_batch *batch);
 
+enum { QKV_LATENT_STEP = 16 }; /* channels of V in a latent layer are a multiple of it */
+
+/* What a layer of a KV pool is, and which formats it may have; a backend has limits of its own. */
+enum qkv_status qkv_check_kv_layer(struct qkv_error *err, const struct qkv_kv_layer *layer);
+
+/* Of a latent layer, whose one row is both. */
+enum qkv_status qkv_check_latent_scales(struct qkv_error *err, int32_t layer, float k_scale,
+                                        float v_scale);
+
 /* scales: [n], one for each head of a layer's K or V, which `which` names. */
 enum qkv_status qkv_check_kv_scales(struct qkv_error *err, int32_t layer, const char *which,
                                     enum qkv_kv_format format, const float *scales, int32_t n);

@@ -150,31 +150,7 @@ static enum qkv_status check_dims(struct qkv_error *err, const struct qkv_kv_lay
 {
     QKV_TRY(check_shape(err, "k_dim", layer->k_dim, MAX_DIM));
     QKV_TRY(check_shape(err, "v_dim", layer->v_dim, MAX_DIM));
-    int32_t tail = qkv_kv_format_traits(layer->k_format)->tail;
-    tail = tail != 0 ? tail : qkv_kv_format_traits(layer->v_format)->tail;
-    if (tail != 0 && (!layer->latent || layer->k_dim - layer->v_dim != tail)) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "KV layer: fp8_ds_mla is for latent attention with %d rotated channels, "
-                        "here %s %d",
-                        tail, layer->latent ? "there are" : "a head has",
-                        layer->latent ? layer->k_dim - layer->v_dim : layer->k_dim);
-    }
-    if (!layer->latent) {
-        return QKV_OK;
-    }
-    if (layer->n_kv_heads != 1 || layer->v_dim > layer->k_dim || layer->v_dim % QKV_ATTN_PAD != 0) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "KV layer: %d heads, values in the first %d of %d channels: must be 1, and "
-                        "a multiple of %d",
-                        layer->n_kv_heads, layer->v_dim, layer->k_dim, QKV_ATTN_PAD);
-    }
-    if (layer->k_format != layer->v_format) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "KV layer: one row is both K and V, which cannot be %s and %s",
-                        qkv_kv_format_traits(layer->k_format)->name,
-                        qkv_kv_format_traits(layer->v_format)->name);
-    }
-    return QKV_OK;
+    return qkv_check_kv_layer(err, layer);
 }
 
 enum qkv_status qkv_cpu_kv_supports(struct qkv_error *err, const struct qkv_device *dev,
@@ -317,10 +293,8 @@ enum qkv_status qkv_cpu_kv_set_scales(struct qkv_error *err, struct qkv_device *
     int32_t n = to->desc.n_kv_heads;
     QKV_TRY(qkv_check_kv_scales(err, layer, "k_scale", to->desc.k_format, k_scale, n));
     QKV_TRY(qkv_check_kv_scales(err, layer, "v_scale", to->desc.v_format, v_scale, n));
-    if (to->desc.latent && k_scale[0] != v_scale[0]) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT,
-                        "layer %d: k_scale %g and v_scale %g of one row, must be equal", layer,
-                        (double)k_scale[0], (double)v_scale[0]);
+    if (to->desc.latent) {
+        QKV_TRY(qkv_check_latent_scales(err, layer, k_scale[0], v_scale[0]));
     }
     memcpy(to->k_scale, k_scale, (size_t)n * sizeof(float));
     memcpy(to->v_scale, v_scale, (size_t)n * sizeof(float));

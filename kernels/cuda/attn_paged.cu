@@ -79,9 +79,43 @@ static enum qkv_status check_heads(struct qkv_error *err, const struct qkv_atten
                         "layer %d: %d heads, must be a multiple of the %d KV heads", args->layer,
                         args->n_heads, layer->n_kv_heads);
     }
-    if (args->rope != NULL && 2 * args->rope->n_pairs > layer->k.dim) {
+    int32_t turnable = layer->k.dim - (layer->latent ? layer->v.dim : 0);
+    if (args->rope != NULL && 2 * args->rope->n_pairs > turnable) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: rope turns %d channels, the head has %d",
-                        args->layer, 2 * args->rope->n_pairs, layer->k.dim);
+                        args->layer, 2 * args->rope->n_pairs, turnable);
+    }
+    if (layer->latent != (args->latent != NULL) || (layer->latent && args->q_norm != NULL)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: %s", args->layer,
+                        layer->latent ? "latent, and k is not given alone, or a norm of q"
+                                      : "not latent, and k is given alone");
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status check_buffers(struct qkv_error *err, int32_t n_rows,
+                                     const struct qkv_attention *args,
+                                     const struct qkv_cuda_kv_layer *layer)
+{
+    size_t rows = (size_t)n_rows * sizeof(float);
+    size_t k_dim = (size_t)layer->k.dim;
+    size_t v_dim = (size_t)layer->v.dim;
+    size_t n_heads = (size_t)args->n_heads;
+    size_t kv_dim = layer->latent ? 0 : (size_t)layer->n_kv_heads * (k_dim + v_dim);
+    size_t n_normed = layer->latent ? v_dim : k_dim;
+    if (args->qkv->n_bytes < rows * (n_heads * k_dim + kv_dim) ||
+        args->out->n_bytes < rows * n_heads * v_dim ||
+        (layer->latent && args->latent->n_bytes < rows * k_dim)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a buffer is too small for %d rows",
+                        args->layer, n_rows);
+    }
+    if ((args->q_norm != NULL && args->q_norm->n_bytes < k_dim * sizeof(float)) ||
+        (args->k_norm != NULL && args->k_norm->n_bytes < n_normed * sizeof(float))) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a head norm has fewer than %zu weights",
+                        args->layer, n_normed);
+    }
+    if (args->sinks != NULL && args->sinks->n_bytes < n_heads * sizeof(float)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: fewer than %d sinks", args->layer,
+                        args->n_heads);
     }
     return QKV_OK;
 }
@@ -97,31 +131,13 @@ static enum qkv_status check_call(struct qkv_error *err, const struct qkv_batch 
         QKV_TRY(check_sequence(err, batch, i, args->layer, &layer));
         first = first == NULL ? layer : first;
         if (layer->n_kv_heads != first->n_kv_heads || layer->k.dim != first->k.dim ||
-            layer->v.dim != first->v.dim) {
+            layer->v.dim != first->v.dim || layer->latent != first->latent) {
             return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: the lanes' KV pools differ in shape",
                             args->layer);
         }
     }
     QKV_TRY(check_heads(err, args, first));
-    uint64_t rows = (uint64_t)batch->n_rows;
-    uint64_t k_dim = (uint64_t)first->k.dim;
-    uint64_t v_dim = (uint64_t)first->v.dim;
-    uint64_t n_heads = (uint64_t)args->n_heads;
-    uint64_t qkv_dim = n_heads * k_dim + (uint64_t)first->n_kv_heads * (k_dim + v_dim);
-    if (args->qkv->n_bytes < rows * qkv_dim * sizeof(float) ||
-        args->out->n_bytes < rows * n_heads * v_dim * sizeof(float)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a buffer is too small for %d rows",
-                        args->layer, batch->n_rows);
-    }
-    if ((args->q_norm != NULL && args->q_norm->n_bytes < k_dim * sizeof(float)) ||
-        (args->k_norm != NULL && args->k_norm->n_bytes < k_dim * sizeof(float))) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a head norm has fewer than %d weights",
-                        args->layer, first->k.dim);
-    }
-    if (args->sinks != NULL && args->sinks->n_bytes < n_heads * sizeof(float)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: fewer than %d sinks", args->layer,
-                        args->n_heads);
-    }
+    QKV_TRY(check_buffers(err, batch->n_rows, args, first));
     *out = first;
     return QKV_OK;
 }
@@ -220,7 +236,6 @@ static struct qkv_cuda_attn_params describe(const struct qkv_device *dev,
     struct qkv_cuda_attn_params p = {};
     p.batch = dev->on_device;
     p.units = dev->plan.units;
-    p.qkv = (const float *)args->qkv->data;
     p.out = (float *)args->out->data;
     p.q_norm = data_of(args->q_norm);
     p.k_norm = data_of(args->k_norm);
@@ -234,8 +249,13 @@ static struct qkv_cuda_attn_params describe(const struct qkv_device *dev,
     p.v_dim = layer->v.dim;
     p.k_pad = layer->k.pad;
     p.v_pad = layer->v.pad;
-    p.qkv_stride =
-        (int64_t)p.n_heads * p.k_dim + (int64_t)p.n_kv_heads * ((int64_t)p.k_dim + p.v_dim);
+    p.latent = layer->latent;
+    int64_t q_dim = (int64_t)p.n_heads * p.k_dim;
+    int64_t kv_dim = (int64_t)p.n_kv_heads * ((int64_t)p.k_dim + p.v_dim);
+    p.q_in = (const float *)args->qkv->data;
+    p.q_stride = q_dim + (p.latent ? 0 : kv_dim);
+    p.kv = p.latent ? (const float *)args->latent->data : p.q_in + q_dim;
+    p.kv_stride = p.latent ? p.k_dim : p.q_stride;
     p.norm_eps = args->norm_eps;
     p.scale = args->scale;
     p.softcap = args->softcap;
@@ -254,10 +274,13 @@ static enum qkv_status take_scratch(struct qkv_error *err, struct qkv_device *de
                                     struct qkv_cuda_attn_params *p)
 {
     size_t n_queries = (size_t)p->batch.n_rows * (size_t)p->n_heads;
-    size_t q_bytes = qkv_round_up(n_queries * (size_t)p->k_pad * sizeof(uint16_t), 256);
+    bool f32 = dev->compute == QKV_COMPUTE_F32;
+    size_t q_bytes =
+        qkv_round_up(n_queries * (size_t)p->k_pad * (f32 ? sizeof(float) : sizeof(uint16_t)), 256);
     void *memory = NULL;
     QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_Q, q_bytes + n_queries * sizeof(float), &memory));
     p->q = (uint16_t *)memory;
+    p->q_f32 = f32 ? (float *)memory : NULL;
     p->q_scale = (float *)(void *)((uint8_t *)memory + q_bytes);
     if (dev->plan.n_parts > 0) {
         size_t n_floats = (size_t)dev->plan.n_parts * (size_t)p->n_slices * QKV_CUDA_ROWS *
@@ -266,6 +289,14 @@ static enum qkv_status take_scratch(struct qkv_error *err, struct qkv_device *de
         p->parts = (float *)memory;
     }
     return QKV_OK;
+}
+
+template <class S>
+static enum qkv_status launch(struct qkv_error *err, struct qkv_device *dev, dim3 grid,
+                              const struct qkv_cuda_attn_params &p)
+{
+    return qkv_cuda_launch(err, dev, "attend", attn::attend<S>, grid, dim3(S::THREADS),
+                           attn::shared_bytes<S>(p), p);
 }
 
 enum qkv_status qkv_cuda_attention(struct qkv_error *err, struct qkv_device *dev,
@@ -284,9 +315,14 @@ enum qkv_status qkv_cuda_attention(struct qkv_error *err, struct qkv_device *dev
     struct qkv_cuda_attn_params p = describe(dev, args, layer);
     QKV_TRY(take_scratch(err, dev, &p));
     QKV_TRY(qkv_cuda_kv_store(err, dev, &p));
+    if (p.q_f32 != NULL) {
+        return qkv_cuda_attend_f32(err, dev, &p);
+    }
     dim3 grid((unsigned)dev->plan.n_units, (unsigned)p.n_slices);
-    QKV_TRY(qkv_cuda_launch(err, dev, "attend", p.v_pad <= 128 ? attn::attend<4> : attn::attend<8>,
-                            grid, dim3(attn::THREADS), attn::shared_bytes(p), p));
+    bool is_wide = p.k_pad > 256 || p.v_pad > 256;
+    QKV_TRY((is_wide          ? launch<attn::wide>
+             : p.v_pad <= 128 ? launch<attn::narrow>
+                              : launch<attn::middle>)(err, dev, grid, p));
     if (dev->plan.n_parts == 0) {
         return QKV_OK;
     }

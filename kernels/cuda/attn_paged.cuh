@@ -1,8 +1,9 @@
 /* Attention over pages, prefill and decode alike: GQA, windows, softcaps, every KV format.
  *
  * A block of 4 warps is one tile of up to 16 query rows of one sequence and one KV head: tokens
- * times the heads that share it, or a slice of those where they are more than 16. Keys are taken in
- * chunks of 256 by absolute position:
+ * times the heads that share it, or a slice of those where they are more than 16. Heads of more
+ * than 256 channels have 8 warps and tiles of 32 keys, so that they fit into the 99 KB of shared
+ * memory that every GPU has. Keys are taken in chunks of 256 by absolute position:
  *   1. scores of the chunk: K comes in tiles of 64 keys, decoded to bf16 in shared memory; warp w
  *      has groups of 8 keys w, w + 4, ... (mma m16n8k16)
  *   2. weights: a row's maximum, exponentials rounded to bf16, and the sum of the rounded ones
@@ -19,21 +20,27 @@
 #ifndef QKV_CUDA_ATTN_PAGED_CUH
 #define QKV_CUDA_ATTN_PAGED_CUH
 
-#include "attn.cuh"
-#include "mma.cuh"
+#include "attn_read.cuh"
 
 namespace attn
 {
 
-enum {
-    WARPS = 4,
-    THREADS = WARPS * QKV_WARP,
-    SCORE_STRIDE = QKV_CUDA_CHUNK + 4,
-    WEIGHT_STRIDE = QKV_CUDA_CHUNK / 2 + 4
-};
+enum { SCORE_STRIDE = QKV_CUDA_CHUNK + 4, WEIGHT_STRIDE = QKV_CUDA_CHUNK / 2 + 4 };
 static_assert(QKV_CUDA_ROWS == 16, "rows of one mma");
-static_assert(QKV_CUDA_CHUNK % QKV_CUDA_TILE == 0, "tiles do not straddle chunks");
-static_assert(QKV_CUDA_TILE % QKV_PAGE_TOKENS == 0, "a tile is whole pages");
+
+/* How a block is made: its warps, keys in shared memory at a time, groups of 8 channels of V that a
+ * warp has. None of them changes a bit of what comes out. BLOCKS: that share a processor; left to
+ * choose them, ptxas spills on sm_100a and sm_120a, and with 2 of the widest on all. */
+template <int WARPS_, int TILE_, int N_, int BLOCKS_> struct shape {
+    enum { WARPS = WARPS_, THREADS = WARPS * QKV_WARP, TILE = TILE_, N = N_, BLOCKS = BLOCKS_ };
+    static_assert(QKV_CUDA_CHUNK % TILE == 0, "tiles do not straddle chunks");
+    static_assert(TILE % QKV_PAGE_TOKENS == 0, "a tile is whole pages");
+};
+/* Heads up to 128 and 256 channels of V, and those of latent layers. */
+typedef shape<4, 64, 4, 3> narrow;
+typedef shape<4, 64, 8, 2> middle;
+typedef shape<8, 32, 8, 1> wide;
+static_assert(8 * wide::WARPS * wide::N == QKV_CUDA_V_MAX, "all channels of V have a warp");
 
 /* Floats and words of a block's shared memory. */
 struct shared {
@@ -64,48 +71,7 @@ static __device__ __forceinline__ int32_t position_of(const struct qkv_cuda_attn
     return u.first_pos + row / p.group;
 }
 
-/* ---- decoding ---- */
-
-/* Channels [channel, channel + 8) of one stored row as pairs of bf16, block scales in them. */
-static __device__ __forceinline__ void decode8(const struct qkv_cuda_store &store,
-                                               const uint8_t *page, int32_t slot, int32_t channel,
-                                               uint32_t out[4])
-{
-    const uint8_t *codes = page + slot * store.code_bytes;
-    if (store.code_bytes == 2 * store.pad) {
-        uint4 words = *(const uint4 *)(const void *)(codes + 2 * channel);
-        out[0] = words.x;
-        out[1] = words.y;
-        out[2] = words.z;
-        out[3] = words.w;
-        return;
-    }
-    float scale = 1.0f;
-    if (store.block > 0) {
-        const uint8_t *scales = page + QKV_PAGE_TOKENS * store.code_bytes + slot * store.n_blocks;
-        scale = qkv_kv_decode_scale(store.format, scales[channel / store.block]);
-    }
-    float x[8];
-    if (store.code_bytes == store.pad) {
-        uint2 words = *(const uint2 *)(const void *)(codes + channel);
-        bool e5m2 = store.format == QKV_KV_E5M2;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            uint32_t code = (i < 4 ? words.x : words.y) >> (i % 4 * 8) & 0xffu;
-            x[i] = e5m2 ? qkv_e5m2_fast(code) : qkv_e4m3_fast(code);
-        }
-    } else {
-        uint32_t word = *(const uint32_t *)(const void *)(codes + channel / 2);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            x[i] = qkv_e2m1_fast(word >> (4 * i) & 15u);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        out[i] = qkv_pack_exact(x[2 * i] * scale, x[2 * i + 1] * scale);
-    }
-}
+/* ---- tiles of keys and values ---- */
 
 static __device__ __forceinline__ const uint8_t *page_of(const struct qkv_cuda_attn_params &p,
                                                          const struct unit &u,
@@ -116,12 +82,13 @@ static __device__ __forceinline__ const uint8_t *page_of(const struct qkv_cuda_a
     return store.pages + (page * p.n_kv_heads + u.kv_head) * store.page_bytes;
 }
 
-/* Keys [first, first + 64) of K, zeros where a key is not below `end`. */
+/* Keys [first, first + TILE) of K, zeros where a key is not below `end`. */
+template <class S>
 static __device__ void load_keys(const struct qkv_cuda_attn_params &p, const struct unit &u,
                                  const struct shared &s, int32_t first, int32_t end)
 {
     int32_t per_key = p.k_pad / 8;
-    for (int32_t i = (int32_t)threadIdx.x; i < QKV_CUDA_TILE * per_key; i += THREADS) {
+    for (int32_t i = (int32_t)threadIdx.x; i < S::TILE * per_key; i += S::THREADS) {
         int32_t key = i / per_key;
         int32_t channel = i % per_key * 8;
         uint32_t words[4] = {0, 0, 0, 0};
@@ -146,12 +113,13 @@ static __device__ __forceinline__ bool is_unusual(uint32_t half)
 /* The same of V: cells [pair of keys][channel], the earlier key in the lower half. Infinities and
  * NaN are left out, because a weight of zero times one of them would reach rows that do not see the
  * key; whether there are any in what this thread loaded. */
+template <class S>
 static __device__ bool load_values(const struct qkv_cuda_attn_params &p, const struct unit &u,
                                    const struct shared &s, int32_t first, int32_t end)
 {
     int32_t per_pair = p.v_pad / 8;
     bool unusual = false;
-    for (int32_t i = (int32_t)threadIdx.x; i < QKV_CUDA_TILE / 2 * per_pair; i += THREADS) {
+    for (int32_t i = (int32_t)threadIdx.x; i < S::TILE / 2 * per_pair; i += S::THREADS) {
         int32_t pair = i / per_pair;
         int32_t channel = i % per_pair * 8;
         int32_t key = first + 2 * pair;
@@ -180,11 +148,12 @@ static __device__ bool load_values(const struct qkv_cuda_attn_params &p, const s
 
 /* ---- the four steps ---- */
 
+template <class S>
 static __device__ void load_queries(const struct qkv_cuda_attn_params &p, const struct unit &u,
                                     const struct shared &s, int32_t first_row)
 {
     int32_t words = p.k_pad / 2;
-    for (int32_t i = (int32_t)threadIdx.x; i < QKV_CUDA_ROWS * words; i += THREADS) {
+    for (int32_t i = (int32_t)threadIdx.x; i < QKV_CUDA_ROWS * words; i += S::THREADS) {
         int32_t row = i / words;
         uint32_t word = 0;
         if (row < u.n_rows) {
@@ -208,14 +177,14 @@ static __device__ __forceinline__ void load_a(const uint32_t *rows, int32_t stri
     a[3] = at[8 * stride + 4];
 }
 
-/* Scores of keys [first, first + 64), the tile that is loaded, of the chunk that begins at `chunk`.
- */
+/* Scores of keys [first, first + TILE), the tile that is loaded; their chunk begins at `chunk`. */
+template <class S>
 static __device__ void score_tile(const struct qkv_cuda_attn_params &p, const struct shared &s,
                                   int32_t chunk, int32_t first)
 {
     int32_t warp = (int32_t)threadIdx.x / QKV_WARP;
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
-    for (int32_t n = warp; n < QKV_CUDA_TILE / 8; n += WARPS) {
+    for (int32_t n = warp; n < S::TILE / 8; n += S::WARPS) {
         float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         const uint32_t *key = s.tile + (8 * n + lane / 4) * s.q_stride + lane % 4;
         for (int32_t word = 0; word < p.k_pad / 2; word += 8) {
@@ -238,12 +207,13 @@ static __device__ __forceinline__ float cap(float x, float softcap)
 }
 
 /* Scores of the chunk to weights, rows warp, warp + 4, ...: zero where a row does not see a key. */
+template <class S>
 static __device__ void weigh(const struct qkv_cuda_attn_params &p, const struct unit &u,
                              const struct shared &s, int32_t chunk, int32_t first_row)
 {
     enum { EACH = QKV_CUDA_CHUNK / QKV_WARP };
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
-    for (int32_t row = (int32_t)threadIdx.x / QKV_WARP; row < QKV_CUDA_ROWS; row += WARPS) {
+    for (int32_t row = (int32_t)threadIdx.x / QKV_WARP; row < QKV_CUDA_ROWS; row += S::WARPS) {
         bool real = row < u.n_rows;
         int32_t position = position_of(p, u, row);
         int32_t begin = real ? qkv_cuda_first_key(p, position) - chunk : 0;
@@ -288,32 +258,12 @@ static __device__ void weigh(const struct qkv_cuda_attn_params &p, const struct 
     }
 }
 
-/* Brings a running value up to date: keep and take are factors of what was and what comes. */
-static __device__ __forceinline__ void fold_factors(float max, float part_max, float *keep,
-                                                    float *take, float *new_max)
-{
-    *new_max = part_max > max ? part_max : max;
-    *keep = max == -INFINITY ? 0.0f : expf(max - *new_max);
-    *take = expf(part_max - *new_max);
-}
-
-static __device__ __forceinline__ float fold(float was, float part, float keep, float take)
-{
-    return fmaf(was, keep, part * take);
-}
-
-/* Whether the chunk said anything of a row: a NaN does. */
-static __device__ __forceinline__ bool is_part(float part_max, float part_sum)
-{
-    return part_max != -INFINITY || part_sum != 0.0f;
-}
-
 /* Output of the tile that is loaded, keys from word `word` of the weights on: N groups of 8
  * channels a warp. Steps [first_step, end_step) of 16 keys have a weight. */
-template <int N>
+template <class S>
 static __device__ __forceinline__ void
 add_values(const struct qkv_cuda_attn_params &p, const struct shared &s, int32_t word,
-           int32_t first_step, int32_t end_step, float o[N][4])
+           int32_t first_step, int32_t end_step, float o[S::N][4])
 {
     int32_t warp = (int32_t)threadIdx.x / QKV_WARP;
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
@@ -322,8 +272,8 @@ add_values(const struct qkv_cuda_attn_params &p, const struct shared &s, int32_t
         load_a(s.weights, WEIGHT_STRIDE, word + 8 * step, a);
         const uint32_t *pair = s.tile + (8 * step + lane % 4) * s.v_stride + lane / 4;
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            int32_t channel = 8 * (warp + WARPS * i);
+        for (int i = 0; i < S::N; i++) {
+            int32_t channel = 8 * (warp + S::WARPS * i);
             if (channel < p.v_pad) {
                 uint32_t b[2] = {pair[channel], pair[4 * s.v_stride + channel]};
                 qkv_mma_bf16(o[i], a, b);
@@ -333,18 +283,18 @@ add_values(const struct qkv_cuda_attn_params &p, const struct shared &s, int32_t
 }
 
 /* Infinities and NaN among values of keys [first, stop), for the rows that see them. Rare. */
-template <int N>
+template <class S>
 static __device__ void add_unusual(const struct qkv_cuda_attn_params &p, const struct unit &u,
                                    const struct shared &s, int32_t chunk, int32_t first,
-                                   int32_t stop, float o[N][4])
+                                   int32_t stop, float o[S::N][4])
 {
     int32_t warp = (int32_t)threadIdx.x / QKV_WARP;
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
-    for (int32_t key = first; key < stop && key < first + QKV_CUDA_TILE; key++) {
+    for (int32_t key = first; key < stop && key < first + S::TILE; key++) {
         const uint8_t *page = page_of(p, u, u.layer->v, key);
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            int32_t channel = 8 * (warp + WARPS * i);
+        for (int i = 0; i < S::N; i++) {
+            int32_t channel = 8 * (warp + S::WARPS * i);
             if (channel < p.v_pad) {
                 uint32_t words[4];
                 decode8(u.layer->v, page, key % QKV_PAGE_TOKENS, channel, words);
@@ -384,48 +334,47 @@ static __device__ void lay_out(const struct qkv_cuda_attn_params &p, uint32_t *m
     s->tile = s->q + QKV_CUDA_ROWS * s->q_stride;
 }
 
-static inline size_t shared_bytes(const struct qkv_cuda_attn_params &p)
+template <class S> static inline size_t shared_bytes(const struct qkv_cuda_attn_params &p)
 {
     size_t q_stride = (size_t)p.k_pad / 2 + 4;
-    size_t keys = QKV_CUDA_TILE * q_stride;
-    size_t values = QKV_CUDA_TILE / 2 * ((size_t)p.v_pad + 8);
+    size_t keys = S::TILE * q_stride;
+    size_t values = S::TILE / 2 * ((size_t)p.v_pad + 8);
     size_t words = QKV_CUDA_ROWS * (SCORE_STRIDE + WEIGHT_STRIDE + 2 + q_stride);
     return (words + (keys > values ? keys : values)) * sizeof(uint32_t);
 }
 
 /* Steps 1 to 3 of the chunk that begins at `chunk`; keys [begin, end) are seen by some row. */
-template <int N>
+template <class S>
 static __device__ __forceinline__ void
 run_chunk(const struct qkv_cuda_attn_params &p, const struct unit &u, const struct shared &s,
-          int32_t chunk, int32_t first_row, int32_t begin, int32_t end, float o[N][4])
+          int32_t chunk, int32_t first_row, int32_t begin, int32_t end, float o[S::N][4])
 {
     int32_t stop = chunk + QKV_CUDA_CHUNK < end ? chunk + QKV_CUDA_CHUNK : end;
     int32_t start = begin > chunk ? begin : chunk;
-    int32_t first_tile = start / QKV_CUDA_TILE * QKV_CUDA_TILE;
-    for (int32_t first = first_tile; first < stop; first += QKV_CUDA_TILE) {
+    int32_t first_tile = start / S::TILE * S::TILE;
+    for (int32_t first = first_tile; first < stop; first += S::TILE) {
         __syncthreads();
-        load_keys(p, u, s, first, stop);
+        load_keys<S>(p, u, s, first, stop);
         __syncthreads();
-        score_tile(p, s, chunk, first);
+        score_tile<S>(p, s, chunk, first);
     }
     __syncthreads();
-    weigh(p, u, s, chunk, first_row);
+    weigh<S>(p, u, s, chunk, first_row);
 #pragma unroll
-    for (int i = 0; i < N; i++) {
+    for (int i = 0; i < S::N; i++) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             o[i][j] = 0.0f;
         }
     }
-    for (int32_t first = first_tile; first < stop; first += QKV_CUDA_TILE) {
+    for (int32_t first = first_tile; first < stop; first += S::TILE) {
         __syncthreads();
-        int unusual = __syncthreads_or(load_values(p, u, s, first, stop));
+        int unusual = __syncthreads_or(load_values<S>(p, u, s, first, stop));
         int32_t first_step = start > first ? (start - first) / 16 : 0;
-        int32_t end_step =
-            stop - first < QKV_CUDA_TILE ? (stop - first + 15) / 16 : QKV_CUDA_TILE / 16;
-        add_values<N>(p, s, (first - chunk) / 2, first_step, end_step, o);
+        int32_t end_step = stop - first < S::TILE ? (stop - first + 15) / 16 : S::TILE / 16;
+        add_values<S>(p, s, (first - chunk) / 2, first_step, end_step, o);
         if (unusual) {
-            add_unusual<N>(p, u, s, chunk, first, stop, o);
+            add_unusual<S>(p, u, s, chunk, first, stop, o);
         }
     }
 }
@@ -438,27 +387,27 @@ static __device__ __forceinline__ float *part_of(const struct qkv_cuda_attn_para
 }
 
 /* Visits the elements of o that this lane holds: body(i, j, row, channel). */
-#define ATTN_FOR_OUTPUT(N, body)                                                                   \
-    _Pragma("unroll") for (int i = 0; i < N; i++)                                                  \
+#define ATTN_FOR_OUTPUT(body)                                                                      \
+    _Pragma("unroll") for (int i = 0; i < S::N; i++)                                               \
     {                                                                                              \
         _Pragma("unroll") for (int j = 0; j < 4; j++)                                              \
         {                                                                                          \
             int32_t lane_ = (int32_t)threadIdx.x % QKV_WARP;                                       \
             int32_t row = lane_ / 4 + j / 2 * 8;                                                   \
             int32_t channel =                                                                      \
-                8 * ((int32_t)threadIdx.x / QKV_WARP + WARPS * i) + lane_ % 4 * 2 + j % 2;         \
+                8 * ((int32_t)threadIdx.x / QKV_WARP + S::WARPS * i) + lane_ % 4 * 2 + j % 2;      \
             if (channel < p.v_pad) {                                                               \
                 body                                                                               \
             }                                                                                      \
         }                                                                                          \
     }
 
-template <int N>
+template <class S>
 static __device__ void keep_part(const struct qkv_cuda_attn_params &p, const struct shared &s,
-                                 int32_t part, int32_t slice, const float o[N][4])
+                                 int32_t part, int32_t slice, const float o[S::N][4])
 {
     float *to = part_of(p, part, slice);
-    ATTN_FOR_OUTPUT(N, { to[row * p.v_pad + channel] = o[i][j]; })
+    ATTN_FOR_OUTPUT({ to[row * p.v_pad + channel] = o[i][j]; })
     float *stats = to + QKV_CUDA_ROWS * p.v_pad;
     if (threadIdx.x < QKV_CUDA_ROWS) {
         stats[threadIdx.x] = s.row_max[threadIdx.x];
@@ -472,9 +421,9 @@ struct running {
     float sum[2];
 };
 
-template <int N>
-static __device__ __forceinline__ void fold_chunk(const struct shared &s, const float part[N][4],
-                                                  struct running *r, float total[N][4])
+template <class S>
+static __device__ __forceinline__ void fold_chunk(const struct shared &s, const float part[S::N][4],
+                                                  struct running *r, float total[S::N][4])
 {
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
 #pragma unroll
@@ -487,7 +436,7 @@ static __device__ __forceinline__ void fold_chunk(const struct shared &s, const 
             fold_factors(r->max[half], part_max, &keep, &take, &r->max[half]);
             r->sum[half] = fold(r->sum[half], part_sum, keep, take);
 #pragma unroll
-            for (int i = 0; i < N; i++) {
+            for (int i = 0; i < S::N; i++) {
                 total[i][2 * half] = fold(total[i][2 * half], part[i][2 * half], keep, take);
                 total[i][2 * half + 1] =
                     fold(total[i][2 * half + 1], part[i][2 * half + 1], keep, take);
@@ -515,11 +464,8 @@ out_of(const struct qkv_cuda_attn_params &p, const struct unit &u, int32_t first
                        p.v_dim;
 }
 
-/* N: groups of 8 channels of V that a warp has. Left to choose how many blocks share a processor,
- * ptxas spills on sm_100a and sm_120a. */
-template <int N>
-__global__ void __launch_bounds__(THREADS, N > 4 ? 2 : 3)
-    attend(const struct qkv_cuda_attn_params p)
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, S::BLOCKS) attend(const struct qkv_cuda_attn_params p)
 {
     QKV_DYNAMIC_SHARED(uint32_t, memory);
     struct shared s;
@@ -536,8 +482,8 @@ __global__ void __launch_bounds__(THREADS, N > 4 ? 2 : 3)
     int32_t first_row = u.seq->first_row + cut.first_token;
     int32_t begin = qkv_cuda_first_key(p, u.first_pos);
     int32_t end = u.first_pos + u.n_tokens;
-    float part[N][4];
-    load_queries(p, u, s, first_row);
+    float part[S::N][4];
+    load_queries<S>(p, u, s, first_row);
     if (cut.chunk >= 0) {
         int32_t chunk = cut.chunk * QKV_CUDA_CHUNK;
         if (chunk + QKV_CUDA_CHUNK <= begin) { /* before the window: nothing, said as such */
@@ -546,28 +492,28 @@ __global__ void __launch_bounds__(THREADS, N > 4 ? 2 : 3)
                 s.row_sum[threadIdx.x] = 0.0f;
             }
 #pragma unroll
-            for (int i = 0; i < N; i++) {
+            for (int i = 0; i < S::N; i++) {
                 part[i][0] = part[i][1] = part[i][2] = part[i][3] = 0.0f;
             }
         } else {
-            run_chunk<N>(p, u, s, chunk, first_row, begin, end, part);
+            run_chunk<S>(p, u, s, chunk, first_row, begin, end, part);
         }
         __syncthreads();
-        keep_part<N>(p, s, cut.part + cut.chunk, u.slice, part);
+        keep_part<S>(p, s, cut.part + cut.chunk, u.slice, part);
         return;
     }
-    float total[N][4];
+    float total[S::N][4];
     struct running r = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
 #pragma unroll
-    for (int i = 0; i < N; i++) {
+    for (int i = 0; i < S::N; i++) {
         total[i][0] = total[i][1] = total[i][2] = total[i][3] = 0.0f;
     }
     for (int32_t chunk = begin / QKV_CUDA_CHUNK * QKV_CUDA_CHUNK; chunk < end;
          chunk += QKV_CUDA_CHUNK) {
-        run_chunk<N>(p, u, s, chunk, first_row, begin, end, part);
-        fold_chunk<N>(s, part, &r, total);
+        run_chunk<S>(p, u, s, chunk, first_row, begin, end, part);
+        fold_chunk<S>(s, part, &r, total);
     }
-    ATTN_FOR_OUTPUT(N, {
+    ATTN_FOR_OUTPUT({
         if (row < u.n_rows && channel < p.v_dim) {
             out_of(p, u, first_row, row)[channel] =
                 total[i][j] * out_factor(p, u, row, r.max[j / 2], r.sum[j / 2]);

@@ -5,8 +5,15 @@
 
 #include "device.cuh"
 
-/* What x and w are in, and the sums: fp32, and int32 of INT8. */
-enum qkv_cuda_kind { QKV_CUDA_BF16, QKV_CUDA_E4M3, QKV_CUDA_INT8, QKV_CUDA_KINDS };
+/* What x and w are in, and the sums: fp32, and int32 of INT8. F32 is the reference arithmetic's,
+ * and not multiplied here. */
+enum qkv_cuda_kind {
+    QKV_CUDA_BF16,
+    QKV_CUDA_E4M3,
+    QKV_CUDA_INT8,
+    QKV_CUDA_KINDS,
+    QKV_CUDA_F32 = QKV_CUDA_KINDS
+};
 
 /* y[r, n] (+)= sum over k of x[r, k] * w[n, k]; all on the device. */
 struct qkv_cuda_gemm {

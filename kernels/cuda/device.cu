@@ -399,6 +399,7 @@ void qkv_cuda_close(struct qkv_device *dev)
     }
     (void)wait_stream(NULL, dev);
     qkv_cuda_forget_experts(dev);
+    qkv_cuda_forget_heads(dev);
     qkv_cuda_blas_close(dev);
     for (int i = 0; i < QKV_CUDA_SLOTS; i++) {
         qkv_cuda_free(dev->scratch[i].data);
@@ -413,9 +414,8 @@ void qkv_cuda_close(struct qkv_device *dev)
 enum qkv_status qkv_cuda_open(struct qkv_error *err, const struct qkv_device_options *options,
                               struct qkv_device **out)
 {
-    if (options->compute != QKV_COMPUTE_BF16) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "compute_dtype float32 is the reference arithmetic: device=\"cpu\"");
+    if (options->compute != QKV_COMPUTE_BF16 && options->compute != QKV_COMPUTE_F32) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "compute: %d is no arithmetic", options->compute);
     }
     if (options->activations == QKV_ACTIVATIONS_INT8) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
@@ -430,6 +430,7 @@ enum qkv_status qkv_cuda_open(struct qkv_error *err, const struct qkv_device_opt
     QKV_TRY(qkv_calloc(err, 1, sizeof(struct qkv_device), &memory));
     struct qkv_device *dev = (struct qkv_device *)memory;
     dev->ordinal = options->ordinal;
+    dev->compute = options->compute;
     dev->activations = options->activations;
     dev->native_fp8 = options->native_fp8;
     dev->n_threads = options->n_threads;

@@ -92,6 +92,7 @@ struct qkv_cuda_batch {
 struct qkv_cuda_kv_layer; /* attn.cuh */
 struct qkv_cuda_blas;     /* gemm_lt.cu */
 struct qkv_cuda_experts;  /* moe.cu */
+struct qkv_cuda_heads;    /* head_linear.cu */
 
 /* How attention cuts the current batch, once per shape of heads. */
 struct qkv_cuda_plan {
@@ -105,6 +106,7 @@ struct qkv_device {
     int32_t ordinal;
     char arch[32]; /* "sm_90", "emulated" */
     int32_t n_sms;
+    enum qkv_compute compute;
     enum qkv_activations activations;
     bool native_fp8;
     struct qkv_log log;
@@ -124,6 +126,7 @@ struct qkv_device {
     struct qkv_cuda_batch on_device;
     struct qkv_cuda_plan plan;
     struct qkv_cuda_experts *experts;
+    struct qkv_cuda_heads *heads;
 };
 
 /* ---- memory ---- */
@@ -232,6 +235,12 @@ enum qkv_status qkv_cuda_moe(struct qkv_error *err, struct qkv_device *dev,
 /* Drops what is kept of blocks of experts; before a weight goes. */
 void qkv_cuda_forget_experts(struct qkv_device *dev);
 
+/* head_linear.cu */
+enum qkv_status qkv_cuda_head_linear(struct qkv_error *err, struct qkv_device *dev,
+                                     const struct qkv_head_linear *args);
+/* Drops what is kept of heads; before a weight goes. */
+void qkv_cuda_forget_heads(struct qkv_device *dev);
+
 /* rows.cu */
 enum qkv_status qkv_cuda_embed(struct qkv_error *err, struct qkv_device *dev,
                                const struct qkv_weight *table, float scale, struct qkv_buffer *x);
@@ -245,7 +254,8 @@ enum qkv_status qkv_cuda_copy_rows(struct qkv_error *err, struct qkv_device *dev
                                    int32_t dim);
 
 /* kv_pool.cu */
-enum qkv_status qkv_cuda_kv_supports(struct qkv_error *err, const struct qkv_support_query *query);
+enum qkv_status qkv_cuda_kv_supports(struct qkv_error *err, const struct qkv_device *dev,
+                                     const struct qkv_support_query *query);
 enum qkv_status qkv_cuda_kv_create(struct qkv_error *err, struct qkv_device *dev,
                                    const struct qkv_kv_desc *desc, struct qkv_kv **out);
 void qkv_cuda_kv_destroy(struct qkv_device *dev, struct qkv_kv *kv);

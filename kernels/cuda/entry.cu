@@ -4,7 +4,6 @@
 static enum qkv_status supports(struct qkv_error *err, const struct qkv_device *dev,
                                 const struct qkv_support_query *query)
 {
-    (void)dev;
     if (query->weight_format < QKV_FORMAT_COUNT) {
         const struct qkv_format_traits *traits = qkv_format_traits(query->weight_format);
         if (traits->code == QKV_CODE_NONE) {
@@ -16,7 +15,7 @@ static enum qkv_status supports(struct qkv_error *err, const struct qkv_device *
         return qkv_fail(err, QKV_ERR_UNSUPPORTED, "activations stay in bf16");
     }
     if (query->k_format < QKV_KV_FORMAT_COUNT || query->v_format < QKV_KV_FORMAT_COUNT) {
-        return qkv_cuda_kv_supports(err, query);
+        return qkv_cuda_kv_supports(err, dev, query);
     }
     return QKV_OK;
 }
@@ -53,7 +52,7 @@ static const struct qkv_backend table = {
     qkv_cuda_embed,
     qkv_cuda_linear,
     qkv_cuda_moe,
-    nullptr, /* head_linear: models with latent layers are refused */
+    qkv_cuda_head_linear,
     qkv_cuda_attention,
     qkv_cuda_norm_add,
     qkv_cuda_sample,

@@ -12,6 +12,12 @@
 namespace input
 {
 
+/* Of an element of what products take. */
+static inline size_t most_bytes(const struct qkv_device *dev)
+{
+    return dev->compute == QKV_COMPUTE_F32 ? sizeof(float) : sizeof(uint16_t);
+}
+
 static __device__ __forceinline__ float not_a_number()
 {
     return qkv_f32_from_bits(0x7fc00000u);
@@ -195,6 +201,8 @@ static __device__ __forceinline__ void put(const struct made &p, int64_t at, flo
 {
     if (p.kind == QKV_CUDA_BF16) {
         ((uint16_t *)p.out)[at] = qkv_bf16_from_f32(value);
+    } else if (p.kind == QKV_CUDA_F32) {
+        ((float *)p.out)[at] = value;
     } else if (p.kind == QKV_CUDA_E4M3) {
         ((uint8_t *)p.out)[at] = qkv_e4m3_from_f32(value);
     } else {

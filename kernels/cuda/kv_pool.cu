@@ -27,17 +27,18 @@ const struct qkv_cuda_kv_layer *qkv_cuda_kv_host_layers(const struct qkv_kv *kv,
 
 /* ---- checks ---- */
 
-static enum qkv_status check_format(struct qkv_error *err, const char *what,
-                                    enum qkv_kv_format format)
+static enum qkv_status check_format(struct qkv_error *err, const struct qkv_device *dev,
+                                    const char *what, enum qkv_kv_format format)
 {
     if ((unsigned)format >= QKV_KV_FORMAT_COUNT) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "%s: KV format number %d, at most %d", what,
                         (int)format, QKV_KV_FORMAT_COUNT - 1);
     }
-    if (format == QKV_KV_F32 || format == QKV_KV_FP8_DS_MLA) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "%s: the CUDA backend has no KV format %s, %s",
-                        what, qkv_kv_format_traits(format)->name,
-                        format == QKV_KV_F32 ? "the reference arithmetic's" : "latent attention's");
+    if (format == QKV_KV_F32 && dev->compute != QKV_COMPUTE_F32) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "%s: KV format %s is the reference arithmetic's, not with compute_dtype "
+                        "bf16",
+                        what, qkv_kv_format_traits(format)->name);
     }
     return QKV_OK;
 }
@@ -52,18 +53,23 @@ static enum qkv_status check_shape(struct qkv_error *err, const char *what, int3
     return QKV_OK;
 }
 
-static enum qkv_status check_layer_desc(struct qkv_error *err, enum qkv_kv_format k_format,
-                                        enum qkv_kv_format v_format, int32_t k_dim, int32_t v_dim)
+static enum qkv_status check_layer_desc(struct qkv_error *err, const struct qkv_device *dev,
+                                        const struct qkv_kv_layer *desc)
 {
-    QKV_TRY(check_format(err, "keys", k_format));
-    QKV_TRY(check_format(err, "values", v_format));
-    QKV_TRY(check_shape(err, "k_dim", k_dim, QKV_CUDA_HEAD_MAX, QKV_ERR_UNSUPPORTED));
-    return check_shape(err, "v_dim", v_dim, QKV_CUDA_HEAD_MAX, QKV_ERR_UNSUPPORTED);
+    QKV_TRY(check_format(err, dev, "keys", desc->k_format));
+    QKV_TRY(check_format(err, dev, "values", desc->v_format));
+    QKV_TRY(check_shape(err, "n_kv_heads", desc->n_kv_heads, MAX_HEADS, QKV_ERR_ARGUMENT));
+    QKV_TRY(check_shape(err, "k_dim", desc->k_dim, QKV_CUDA_K_MAX, QKV_ERR_UNSUPPORTED));
+    QKV_TRY(check_shape(err, "v_dim", desc->v_dim, QKV_CUDA_V_MAX, QKV_ERR_UNSUPPORTED));
+    return qkv_check_kv_layer(err, desc);
 }
 
-enum qkv_status qkv_cuda_kv_supports(struct qkv_error *err, const struct qkv_support_query *query)
+enum qkv_status qkv_cuda_kv_supports(struct qkv_error *err, const struct qkv_device *dev,
+                                     const struct qkv_support_query *query)
 {
-    return check_layer_desc(err, query->k_format, query->v_format, query->k_dim, query->v_dim);
+    struct qkv_kv_layer layer = {
+        1, query->k_dim, query->v_dim, query->k_format, query->v_format, query->latent};
+    return check_layer_desc(err, dev, &layer);
 }
 
 static enum qkv_status check_layer(struct qkv_error *err, const char *what, const struct qkv_kv *kv,
@@ -84,21 +90,23 @@ static size_t store_bytes(const struct qkv_kv *kv, const struct qkv_cuda_store *
     return (size_t)kv->n_pages * (size_t)n_heads * (size_t)store->page_bytes;
 }
 
-static enum qkv_status create_store(struct qkv_error *err, struct qkv_device *dev,
-                                    const struct qkv_kv *kv, enum qkv_kv_format format, int32_t dim,
-                                    int32_t n_heads, struct qkv_cuda_store *out)
+static enum qkv_status describe_store(struct qkv_error *err, const struct qkv_kv *kv,
+                                      enum qkv_kv_format format, int32_t dim, int32_t n_heads,
+                                      struct qkv_cuda_store *out)
 {
     const struct qkv_kv_format_traits *traits = qkv_kv_format_traits(format);
-    size_t pad = qkv_round_up((size_t)dim, QKV_CUDA_HEAD_PAD);
+    int32_t pad = (int32_t)qkv_round_up((size_t)dim, QKV_CUDA_HEAD_PAD);
     out->format = format;
     out->dim = dim;
-    out->pad = (int32_t)pad;
-    out->code_bytes = (int32_t)qkv_kv_code_bytes(format, (int32_t)pad);
+    out->pad = pad;
+    out->code_bits = traits->code_bits;
+    out->code_bytes = (int32_t)qkv_kv_code_bytes(format, pad);
+    out->n_coded = traits->code_bits >= 16 ? 0 : pad - traits->tail;
     out->block = traits->block;
-    out->n_blocks = (int32_t)qkv_kv_n_blocks(format, (int32_t)pad);
+    out->n_blocks = (int32_t)qkv_kv_n_blocks(format, pad);
+    out->scale_bytes = traits->scale_bits / 8;
     out->stochastic = traits->stochastic;
-    out->page_bytes =
-        (int64_t)qkv_round_up(QKV_PAGE_TOKENS * qkv_kv_row_bytes(format, (int32_t)pad), 16);
+    out->page_bytes = (int64_t)qkv_round_up(QKV_PAGE_TOKENS * qkv_kv_row_bytes(format, pad), 16);
     uint64_t total = 0;
     if (!qkv_mul_size((uint64_t)n_heads * (uint64_t)out->page_bytes, (uint64_t)kv->n_pages,
                       &total) ||
@@ -106,11 +114,16 @@ static enum qkv_status create_store(struct qkv_error *err, struct qkv_device *de
         return qkv_fail(err, QKV_ERR_ARGUMENT, "KV pool: %d pages are more bytes than a size holds",
                         kv->n_pages);
     }
+    return QKV_OK;
+}
+
+/* What is by head: counts, and scales, which are 1. */
+static enum qkv_status create_heads(struct qkv_error *err, struct qkv_device *dev, int32_t n_heads,
+                                    struct qkv_cuda_store *out)
+{
     size_t head_bytes = (size_t)n_heads * sizeof(float);
     void *memory = NULL;
     void *ones = NULL;
-    QKV_TRY(qkv_cuda_alloc(err, store_bytes(kv, out, n_heads), &memory));
-    out->pages = (uint8_t *)memory;
     QKV_TRY(qkv_cuda_alloc(err, (size_t)n_heads * sizeof(struct qkv_kv_counts), &memory));
     out->counts = (struct qkv_kv_counts *)memory;
     QKV_TRY(qkv_cuda_alloc(err, head_bytes, &memory));
@@ -122,6 +135,37 @@ static enum qkv_status create_store(struct qkv_error *err, struct qkv_device *de
     enum qkv_status status = qkv_cuda_to_device(err, dev, memory, ones, head_bytes);
     free(ones);
     return status;
+}
+
+static enum qkv_status create_store(struct qkv_error *err, struct qkv_device *dev,
+                                    const struct qkv_kv *kv, enum qkv_kv_format format, int32_t dim,
+                                    int32_t n_heads, struct qkv_cuda_store *out)
+{
+    void *memory = NULL;
+    QKV_TRY(describe_store(err, kv, format, dim, n_heads, out));
+    QKV_TRY(qkv_cuda_alloc(err, store_bytes(kv, out, n_heads), &memory));
+    out->pages = (uint8_t *)memory;
+    return create_heads(err, dev, n_heads, out);
+}
+
+/* Of a latent layer V is K, seen as a row of fewer channels. */
+static enum qkv_status create_layer(struct qkv_error *err, struct qkv_device *dev,
+                                    const struct qkv_kv *kv, const struct qkv_kv_layer *desc,
+                                    struct qkv_cuda_kv_layer *layer)
+{
+    int32_t n = desc->n_kv_heads;
+    layer->n_kv_heads = n;
+    layer->latent = desc->latent;
+    QKV_TRY(create_store(err, dev, kv, desc->k_format, desc->k_dim, n, &layer->k));
+    if (!desc->latent) {
+        return create_store(err, dev, kv, desc->v_format, desc->v_dim, n, &layer->v);
+    }
+    layer->v = layer->k;
+    layer->v.dim = desc->v_dim;
+    layer->v.pad = desc->v_dim;
+    layer->v.counts = NULL;
+    layer->v.scale = NULL;
+    return create_heads(err, dev, n, &layer->v);
 }
 
 /* What the kernels see of the layers is what the host has. */
@@ -144,19 +188,8 @@ static enum qkv_status create_layers(struct qkv_error *err, struct qkv_device *d
     QKV_TRY(qkv_cuda_alloc(err, n * sizeof *kv->layers, &memory));
     kv->on_device = (struct qkv_cuda_kv_layer *)memory;
     for (int32_t i = 0; i < desc->n_layers; i++) {
-        const struct qkv_kv_layer *from = &desc->layers[i];
-        struct qkv_cuda_kv_layer *layer = &kv->layers[i];
-        QKV_TRY(check_layer_desc(err, from->k_format, from->v_format, from->k_dim, from->v_dim));
-        if (from->latent) {
-            return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                            "KV layer: the CUDA backend has no latent ones");
-        }
-        QKV_TRY(check_shape(err, "n_kv_heads", from->n_kv_heads, MAX_HEADS, QKV_ERR_ARGUMENT));
-        layer->n_kv_heads = from->n_kv_heads;
-        QKV_TRY(
-            create_store(err, dev, kv, from->k_format, from->k_dim, from->n_kv_heads, &layer->k));
-        QKV_TRY(
-            create_store(err, dev, kv, from->v_format, from->v_dim, from->n_kv_heads, &layer->v));
+        QKV_TRY(check_layer_desc(err, dev, &desc->layers[i]));
+        QKV_TRY(create_layer(err, dev, kv, &desc->layers[i], &kv->layers[i]));
     }
     return publish(err, dev, kv);
 }
@@ -181,9 +214,8 @@ enum qkv_status qkv_cuda_kv_create(struct qkv_error *err, struct qkv_device *dev
     return QKV_OK;
 }
 
-static void destroy_store(struct qkv_cuda_store *store)
+static void destroy_heads(struct qkv_cuda_store *store)
 {
-    qkv_cuda_free(store->pages);
     qkv_cuda_free(store->counts);
     qkv_cuda_free((void *)store->scale);
 }
@@ -195,8 +227,11 @@ void qkv_cuda_kv_destroy(struct qkv_device *dev, struct qkv_kv *kv)
     }
     (void)qkv_cuda_zero(NULL, dev, kv->on_device, 0);
     for (int32_t i = 0; i < kv->n_layers; i++) {
-        destroy_store(&kv->layers[i].k);
-        destroy_store(&kv->layers[i].v);
+        struct qkv_cuda_kv_layer *layer = &kv->layers[i];
+        qkv_cuda_free(layer->k.pages);
+        qkv_cuda_free(layer->latent ? NULL : layer->v.pages);
+        destroy_heads(&layer->k);
+        destroy_heads(&layer->v);
         for (int32_t which = 0; kv->histograms != NULL && which < 2; which++) {
             qkv_cuda_free(kv->histograms[2 * i + which]);
         }
@@ -212,8 +247,8 @@ size_t qkv_cuda_kv_bytes(const struct qkv_kv *kv)
     size_t n_bytes = 0;
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const struct qkv_cuda_kv_layer *layer = &kv->layers[i];
-        n_bytes += store_bytes(kv, &layer->k, layer->n_kv_heads) +
-                   store_bytes(kv, &layer->v, layer->n_kv_heads);
+        n_bytes += store_bytes(kv, &layer->k, layer->n_kv_heads);
+        n_bytes += layer->latent ? 0 : store_bytes(kv, &layer->v, layer->n_kv_heads);
     }
     return n_bytes;
 }
@@ -229,6 +264,9 @@ enum qkv_status qkv_cuda_kv_set_scales(struct qkv_error *err, struct qkv_device 
     int32_t n = to->n_kv_heads;
     QKV_TRY(qkv_check_kv_scales(err, layer, "k_scale", to->k.format, k_scale, n));
     QKV_TRY(qkv_check_kv_scales(err, layer, "v_scale", to->v.format, v_scale, n));
+    if (to->latent) {
+        QKV_TRY(qkv_check_latent_scales(err, layer, k_scale[0], v_scale[0]));
+    }
     size_t n_bytes = (size_t)n * sizeof(float);
     QKV_TRY(qkv_cuda_to_device(err, dev, (void *)to->k.scale, k_scale, n_bytes));
     return qkv_cuda_to_device(err, dev, (void *)to->v.scale, v_scale, n_bytes);
@@ -314,7 +352,7 @@ __global__ void zero_pages(const struct zero_params p)
 {
     const struct qkv_cuda_kv_layer &layer = p.layers[p.first_layer + (int32_t)blockIdx.y];
     int64_t page = p.pages[blockIdx.x];
-    for (int which = 0; which < 2; which++) {
+    for (int which = 0; which < (layer.latent ? 1 : 2); which++) {
         const struct qkv_cuda_store &store = which == 0 ? layer.k : layer.v;
         int64_t n_bytes = layer.n_kv_heads * store.page_bytes; /* a multiple of 16 */
         uint4 *to = (uint4 *)(void *)(store.pages + page * n_bytes);

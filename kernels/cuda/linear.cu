@@ -85,7 +85,7 @@ static enum qkv_status make_input(struct qkv_error *err, struct qkv_device *dev,
         p.made.values = (float *)memory;
         p.made.x_scale = p.made.values + n_values;
     }
-    QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_X, n_values * sizeof(uint16_t), &memory));
+    QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_X, n_values * input::most_bytes(dev), &memory));
     p.made.norm = args->prologue == QKV_PROLOGUE_RMSNORM ? (const float *)args->norm->data : NULL;
     p.made.k_scale = w->k_scale;
     p.made.k_order = w->k_order;
@@ -115,7 +115,7 @@ static enum qkv_status multiply(struct qkv_error *err, struct qkv_device *dev,
     const struct qkv_weight *w = args->weight[index];
     bool add = args->epilogue == QKV_EPILOGUE_ADD;
     const float *bias = args->bias[index] != NULL ? (const float *)args->bias[index]->data : NULL;
-    if (w->codes != NULL) {
+    if (w->codes != NULL || w->values != NULL) {
         struct qkv_cuda_packed_call call = {
             (const uint16_t *)in->x, in->x_scale, bias, y, y_stride, args->n_rows,
             args->softcap,           add};

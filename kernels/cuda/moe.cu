@@ -5,19 +5,10 @@
  * in values too: cuBLASLt would have to be told numbers of rows that the host does not know. */
 #include "moe.cuh"
 
-#include "input.cuh"
-#include "packed.cuh"
+#include "parts.cuh"
 
 enum { GATE, UP, DOWN, PARTS };
 enum { ADD_THREADS = 256 };
-
-/* One matrix of one expert, for kernels. */
-struct part {
-    struct packed::params gemm; /* without x and y; the bias is in it */
-    struct qkv_input quant;
-    const float *k_scale;
-    const int32_t *k_order;
-};
 
 /* What tells that a table is still of what it was made of. */
 struct part_key {
@@ -30,9 +21,9 @@ struct qkv_cuda_experts {
     struct qkv_cuda_experts *next;
     const struct qkv_expert *owner;
     int32_t n_all;
-    struct part_key *keys; /* host [n_all, PARTS] */
-    struct part *parts;    /* device [n_all, PARTS] */
-    int32_t n_out[PARTS];  /* the most of any expert */
+    struct part_key *keys;     /* host [n_all, PARTS] */
+    struct parts::part *parts; /* device [n_all, PARTS] */
+    int32_t n_out[PARTS];      /* the most of any expert */
     int32_t k_pad[PARTS];
     int32_t n_sums[PARTS]; /* groups of weights with minima; 0: none */
     bool quantized[PARTS]; /* the input of some expert */
@@ -87,7 +78,7 @@ static void raise(int32_t *most, int32_t value)
 }
 
 /* host: [n_all, PARTS] */
-static void fill_parts(struct qkv_cuda_experts *experts, struct part *host)
+static void fill_parts(struct qkv_cuda_experts *experts, struct parts::part *host)
 {
     experts->same_input = true;
     for (int32_t i = 0; i < experts->n_all * PARTS; i++) {
@@ -95,11 +86,8 @@ static void fill_parts(struct qkv_cuda_experts *experts, struct part *host)
         int32_t which = i % PARTS;
         key_of(&experts->owner[i / PARTS], which, key);
         const struct qkv_weight *w = key->weight;
-        host[i].gemm = qkv_cuda_packed_params(w);
+        host[i] = parts::part_of(w);
         host[i].gemm.bias = key->bias;
-        host[i].quant = w->input;
-        host[i].k_scale = w->k_scale;
-        host[i].k_order = w->k_order;
         raise(&experts->n_out[which], w->n_out);
         raise(&experts->k_pad[which], w->k_pad);
         raise(&experts->n_sums[which], w->min != NULL ? w->n_groups : 0);
@@ -115,12 +103,12 @@ static enum qkv_status make_experts(struct qkv_error *err, struct qkv_device *de
     void *memory = NULL;
     QKV_TRY(qkv_calloc(err, n, sizeof(struct part_key), &memory));
     experts->keys = (struct part_key *)memory;
-    QKV_TRY(qkv_cuda_alloc(err, n * sizeof(struct part), &memory));
-    experts->parts = (struct part *)memory;
-    QKV_TRY(qkv_calloc(err, n, sizeof(struct part), &memory));
-    fill_parts(experts, (struct part *)memory);
+    QKV_TRY(qkv_cuda_alloc(err, n * sizeof(struct parts::part), &memory));
+    experts->parts = (struct parts::part *)memory;
+    QKV_TRY(qkv_calloc(err, n, sizeof(struct parts::part), &memory));
+    fill_parts(experts, (struct parts::part *)memory);
     enum qkv_status status =
-        qkv_cuda_to_device(err, dev, experts->parts, memory, n * sizeof(struct part));
+        qkv_cuda_to_device(err, dev, experts->parts, memory, n * sizeof(struct parts::part));
     free(memory);
     return status;
 }
@@ -155,7 +143,7 @@ static enum qkv_status find_experts(struct qkv_error *err, struct qkv_device *de
 
 struct input_params {
     struct input::made made; /* but for what is the expert's */
-    const struct part *parts;
+    const struct parts::part *parts;
     const int32_t *expert_of; /* [n_places] */
     const int32_t *row_of;    /* [n_places]; NULL: the place itself */
     const float *x;           /* [*, x_stride] */
@@ -170,31 +158,16 @@ __global__ void __launch_bounds__(packed::THREADS) moe_input(const struct input_
 {
     __shared__ float cells[QKV_WARP];
     int64_t place = blockIdx.x;
-    const struct part &part = p.parts[p.expert_of[place] * PARTS + p.which];
-    struct input::made made = p.made;
-    made.k_scale = part.k_scale;
-    made.k_order = part.k_order;
-    made.quant = part.quant;
-    made.k = part.gemm.k_in;
-    made.k_pad = part.gemm.k_pad;
+    const struct parts::part &part = p.parts[p.expert_of[place] * PARTS + p.which];
     const float *x = p.x + (p.row_of != NULL ? p.row_of[place] : place) * p.x_stride;
-    input::make_row(made, x, place, cells);
-    if (part.gemm.min != NULL) {
-        __syncthreads();
-        packed::sum_groups((const uint16_t *)made.out + place * made.out_stride,
-                           p.sums + place * p.sums_stride, part.gemm.group, part.gemm.n_groups);
-    }
+    parts::make_row(part, p.made, x, place, p.sums, p.sums_stride, cells);
 }
 
 struct gemm_params {
-    const struct part *parts;
+    const struct parts::part *parts;
     const struct qkv_cuda_moe_tile *tiles;
-    const uint16_t *x;    /* bf16 [n_places, x_stride] */
-    const float *x_sums;  /* [n_places, sums_stride] or NULL */
-    const float *x_scale; /* [n_places] or NULL */
-    float *y;             /* [n_places, y_stride] */
-    int64_t x_stride;
-    int64_t sums_stride;
+    struct parts::rows rows;
+    float *y; /* [n_places, y_stride] */
     int64_t y_stride;
     int32_t which;
 };
@@ -207,20 +180,14 @@ __global__ void __launch_bounds__(packed::THREADS, 1) gemm_experts(const struct 
     __shared__ struct packed::cells<M> shared;
     __shared__ struct packed::params call;
     const struct qkv_cuda_moe_tile tile = p.tiles[blockIdx.y];
-    const struct packed::params &gemm = p.parts[tile.expert * PARTS + p.which].gemm;
-    if (tile.first == tile.end || (int32_t)blockIdx.x * packed::COLUMNS >= gemm.n_out) {
+    const struct parts::part &part = p.parts[tile.expert * PARTS + p.which];
+    if (tile.first == tile.end || (int32_t)blockIdx.x * packed::COLUMNS >= part.gemm.n_out) {
         return;
     }
     if (threadIdx.x == 0) {
-        call = gemm;
-        call.x = p.x;
-        call.x_sums = p.x_sums;
-        call.x_scale = p.x_scale;
-        call.y = p.y + (p.which == UP ? gemm.n_out : 0);
-        call.x_stride = p.x_stride;
-        call.sums_stride = p.sums_stride;
+        call = parts::call_of(part, p.rows, 0, tile.end);
+        call.y = p.y + (p.which == UP ? part.gemm.n_out : 0);
         call.y_stride = p.y_stride;
-        call.n_rows = tile.end;
     }
     __syncthreads();
     packed::multiply_tile<M>(call, (int32_t)blockIdx.x, tile.first, shared);
@@ -273,17 +240,18 @@ static enum qkv_status make_inputs(struct qkv_error *err, struct qkv_device *dev
         QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_X_SUMS, n_sums * sizeof(float), &memory));
         p->sums = (float *)memory;
     }
-    QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_X, n_values * sizeof(uint16_t), &memory));
+    QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_X, n_values * input::most_bytes(dev), &memory));
     p->made.out = memory;
+    p->made.kind = dev->compute == QKV_COMPUTE_F32 ? QKV_CUDA_F32 : QKV_CUDA_BF16;
     p->made.out_stride = experts->k_pad[which];
     p->sums_stride = experts->n_sums[which];
     p->parts = experts->parts;
     p->expert_of = plan->expert_of;
-    out->x = (const uint16_t *)memory;
-    out->x_sums = p->sums;
-    out->x_scale = p->made.x_scale;
-    out->x_stride = p->made.out_stride;
-    out->sums_stride = p->sums_stride;
+    out->rows.x = (const uint16_t *)memory;
+    out->rows.x_sums = p->sums;
+    out->rows.x_scale = p->made.x_scale;
+    out->rows.x_stride = p->made.out_stride;
+    out->rows.sums_stride = p->sums_stride;
     return qkv_cuda_launch(err, dev, "moe_input", moe_input, dim3((unsigned)plan->n_places),
                            dim3(packed::THREADS), 0, *p);
 }
@@ -301,8 +269,10 @@ static enum qkv_status multiply(struct qkv_error *err, struct qkv_device *dev,
     dim3 grid((unsigned)qkv_cuda_ceil_div(experts->n_out[which], packed::COLUMNS),
               (unsigned)plan->n_tiles);
     return qkv_cuda_launch(err, dev, "gemm_experts",
-                           plan->tile_rows > 16 ? gemm_experts<4> : gemm_experts<1>, grid,
-                           dim3(packed::THREADS), 0, *p);
+                           dev->compute == QKV_COMPUTE_F32 ? gemm_experts<0>
+                           : plan->tile_rows > 16          ? gemm_experts<4>
+                                                           : gemm_experts<1>,
+                           grid, dim3(packed::THREADS), 0, *p);
 }
 
 /* Gate and up of all places, side by side. */
@@ -357,7 +327,8 @@ enum qkv_status qkv_cuda_moe(struct qkv_error *err, struct qkv_device *dev,
     QKV_TRY(qkv_check_moe(err, &qkv_cuda_sizes, args));
     int32_t n_all = args->routing->n_experts + args->n_shared;
     int64_t n_places = (int64_t)args->n_rows * (args->routing->top_k + args->n_shared);
-    int32_t tile_rows = n_places / n_all > 16 ? 64 : 16;
+    bool many = n_places / n_all > 16 && dev->compute != QKV_COMPUTE_F32;
+    int32_t tile_rows = many ? 64 : 16;
     if (args->n_rows > 65535 || n_places / tile_rows + n_all > 65535) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "moe: %d rows, at most 65535, in up to 65535 tiles",
                         args->n_rows);

@@ -1,6 +1,8 @@
 /* Weights in codes: packed on the host from any matrix whose form has them, and launched. */
 #include "packed.cuh"
 
+#include "float32.cuh"
+
 extern "C" {
 #include "base/threads.h"
 }
@@ -267,7 +269,8 @@ template <int M>
 __global__ void __launch_bounds__(packed::THREADS) gemm_packed(const struct packed::params p)
 {
     __shared__ struct packed::cells<M> shared;
-    packed::multiply_tile<M>(p, (int32_t)blockIdx.x, (int32_t)blockIdx.y * 16 * M, shared);
+    packed::multiply_tile<M>(p, (int32_t)blockIdx.x, (int32_t)blockIdx.y * packed::rows_of(M),
+                             shared);
 }
 
 struct sums_params {
@@ -304,7 +307,9 @@ __global__ void __launch_bounds__(packed::THREADS) embed_packed(const struct emb
         int64_t at =
             (unit * QKV_WARP + lane) * 16 + k % packed::UNIT / 16 * 4 + in_step / 8 * 2 + k % 2;
         float value;
-        if (p.in_rows) {
+        if (p.values != NULL) {
+            value = p.values[(int64_t)token * p.k_pad + k];
+        } else if (p.in_rows) {
             value = packed::byte_value(p.code, p.codes[(int64_t)token * p.k_pad + k]);
         } else if (packed::is_nibbles(p.code)) {
             value = qkv_f32_from_bits(p.table[16 + (p.codes[at / 2] >> (at % 2 * 4) & 15u)]);
@@ -337,6 +342,7 @@ struct packed::params qkv_cuda_packed_params(const struct qkv_weight *w)
                                 : (const uint8_t *)(const void *)w->high;
     p.in_rows = w->rows != NULL;
     p.low = w->low;
+    p.values = w->values;
     p.scale = w->scale;
     p.min = w->min;
     p.row_scale = w->row_scale;
@@ -391,11 +397,14 @@ enum qkv_status qkv_cuda_packed_gemm(struct qkv_error *err, struct qkv_device *d
     p.n_rows = call->n_rows;
     p.softcap = call->softcap;
     p.add = call->add;
-    bool many = call->n_rows > 16;
+    bool many = call->n_rows > 16 && w->values == NULL;
     dim3 grid((unsigned)qkv_cuda_ceil_div(w->n_out, packed::COLUMNS),
               (unsigned)qkv_cuda_ceil_div(call->n_rows, many ? 64 : 16));
-    return qkv_cuda_launch(err, dev, "gemm_packed", many ? gemm_packed<4> : gemm_packed<1>, grid,
-                           dim3(packed::THREADS), 0, p);
+    return qkv_cuda_launch(err, dev, "gemm_packed",
+                           w->values != NULL ? gemm_packed<0>
+                           : many            ? gemm_packed<4>
+                                             : gemm_packed<1>,
+                           grid, dim3(packed::THREADS), 0, p);
 }
 
 enum qkv_status qkv_cuda_packed_embed(struct qkv_error *err, struct qkv_device *dev,

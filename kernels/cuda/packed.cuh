@@ -28,6 +28,8 @@ struct params {
     const uint8_t *codes;   /* see above; of values: bf16 [n_out, k_pad]; if in_rows: the same of
                                bytes */
     const uint16_t *low;    /* second terms of values, or NULL */
+    const float *values;    /* [n_out, k_pad] and x of the reference arithmetic (float32.cuh) are
+                               fp32; or NULL */
     const void *scale;      /* NULL: 1, and one group */
     const void *min;        /* or NULL; zero points if min_is_zero */
     const float *row_scale; /* [n_out] or NULL */
@@ -272,7 +274,13 @@ static __device__ __forceinline__ void multiply_part(const struct params &p, con
     }
 }
 
-/* What a block has in shared memory. M: tiles of 16 rows. */
+/* M of a product's kernel: tiles of 16 rows; 0 is the reference arithmetic's, with one. */
+static __device__ __forceinline__ int32_t rows_of(int32_t m)
+{
+    return m > 0 ? 16 * m : 16;
+}
+
+/* What a block has in shared memory. */
 template <int M> struct cells {
     uint32_t table[16];
     float parts[WARPS][M][4][QKV_WARP];

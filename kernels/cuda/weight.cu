@@ -1,5 +1,5 @@
 /* Weights: in codes where their form has them (packed.cu), else decoded on the host, in slabs of
- * rows, to bf16 terms. */
+ * rows, to bf16 terms; in the reference arithmetic to fp32. */
 #include "weight.cuh"
 
 extern "C" {
@@ -41,6 +41,7 @@ struct slab {
     int64_t first_row;
     int32_t k_in;
     int32_t k_pad;
+    float *plain;   /* [rows, k_pad], of the reference arithmetic; NULL: two terms */
     uint16_t *high; /* [rows, k_pad] */
     uint16_t *low;
     float *values;    /* [n_threads, QKV_PIECE] */
@@ -72,6 +73,11 @@ static void decode_rows(void *ctx, size_t begin, size_t end, int thread)
             int64_t left = slab->k_in - k;
             int64_t n = left < QKV_PIECE ? left : (int64_t)QKV_PIECE;
             qkv_matrix_values(slab->matrix, slab->first_row + (int64_t)r, k, n, values);
+            if (slab->plain != NULL) {
+                memcpy(slab->plain + r * (size_t)slab->k_pad + k, values,
+                       (size_t)n * sizeof *values);
+                continue;
+            }
             for (int64_t i = 0; i < n; i++) {
                 slab->any_low[thread] |= split(values[i], &high[k + i], &low[k + i]);
             }
@@ -79,12 +85,11 @@ static void decode_rows(void *ctx, size_t begin, size_t end, int thread)
     }
 }
 
-static enum qkv_status alloc_terms(struct qkv_error *err, struct qkv_weight *w, uint16_t **out)
+static enum qkv_status alloc_values(struct qkv_error *err, struct qkv_weight *w, size_t each,
+                                    void **out)
 {
-    void *memory = NULL;
-    size_t n_bytes = (size_t)w->n_out * (size_t)w->k_pad * sizeof(uint16_t);
-    QKV_TRY(qkv_cuda_alloc(err, n_bytes, &memory));
-    *out = (uint16_t *)memory;
+    size_t n_bytes = (size_t)w->n_out * (size_t)w->k_pad * each;
+    QKV_TRY(qkv_cuda_alloc(err, n_bytes, out));
     w->n_bytes += n_bytes;
     return QKV_OK;
 }
@@ -102,13 +107,19 @@ static enum qkv_status pack(struct qkv_error *err, struct qkv_device *dev,
         slab->first_row = row;
         memset(slab->any_low, 0, n_threads);
         QKV_TRY(qkv_threads_run(err, threads, n, decode_rows, slab));
+        if (slab->plain != NULL) {
+            QKV_TRY(qkv_cuda_to_device(err, dev, w->values + at, slab->plain, 2 * n_bytes));
+            continue;
+        }
         bool any_low = false;
         for (size_t t = 0; t < n_threads; t++) {
             any_low = any_low || slab->any_low[t] != 0;
         }
         QKV_TRY(qkv_cuda_to_device(err, dev, w->high + at, slab->high, n_bytes));
         if (any_low && w->low == NULL) {
-            QKV_TRY(alloc_terms(err, w, &w->low));
+            void *memory = NULL;
+            QKV_TRY(alloc_values(err, w, sizeof(uint16_t), &memory));
+            w->low = (uint16_t *)memory;
         }
         if (w->low != NULL) {
             QKV_TRY(qkv_cuda_to_device(err, dev, w->low + at, slab->low, n_bytes));
@@ -121,7 +132,11 @@ static enum qkv_status decode(struct qkv_error *err, struct qkv_device *dev,
                               const struct qkv_matrix *desc, struct qkv_weight *w)
 {
     struct qkv_threads *threads = NULL;
-    QKV_TRY(alloc_terms(err, w, &w->high));
+    bool f32 = dev->compute == QKV_COMPUTE_F32;
+    void *memory = NULL;
+    QKV_TRY(alloc_values(err, w, f32 ? sizeof(float) : sizeof(uint16_t), &memory));
+    w->values = f32 ? (float *)memory : NULL;
+    w->high = f32 ? NULL : (uint16_t *)memory;
     int n_threads = dev->n_threads != 0 ? dev->n_threads : qkv_threads_available();
     QKV_TRY(qkv_threads_create(err, n_threads, &threads));
     int64_t slab_rows = SLAB_BYTES / ((int64_t)w->k_pad * (int64_t)sizeof(uint16_t));
@@ -129,7 +144,6 @@ static enum qkv_status decode(struct qkv_error *err, struct qkv_device *dev,
     size_t terms = (size_t)slab_rows * (size_t)w->k_pad;
     size_t n_bytes =
         2 * terms * sizeof(uint16_t) + (size_t)n_threads * (QKV_PIECE * sizeof(float) + 1);
-    void *memory = NULL;
     enum qkv_status status = qkv_calloc(err, n_bytes, 1, &memory);
     if (status == QKV_OK) {
         struct slab slab = {};
@@ -139,6 +153,7 @@ static enum qkv_status decode(struct qkv_error *err, struct qkv_device *dev,
         slab.values = (float *)memory;
         slab.high = (uint16_t *)(void *)(slab.values + (size_t)n_threads * QKV_PIECE);
         slab.low = slab.high + terms;
+        slab.plain = f32 ? (float *)(void *)slab.high : NULL;
         slab.any_low = (uint8_t *)(void *)(slab.low + terms);
         status = pack(err, dev, threads, &slab, slab_rows, w);
     }
@@ -190,7 +205,10 @@ enum qkv_status qkv_cuda_weight_create(struct qkv_error *err, struct qkv_device 
     if (dev->activations == QKV_ACTIVATIONS_CHECKPOINT) {
         w->input = desc->input;
     }
-    if (status == QKV_OK && qkv_cuda_native_kind(dev, desc, w, &w->kind)) {
+    if (status == QKV_OK && dev->compute == QKV_COMPUTE_F32) {
+        w->kind = QKV_CUDA_F32;
+        status = decode(err, dev, desc, w);
+    } else if (status == QKV_OK && qkv_cuda_native_kind(dev, desc, w, &w->kind)) {
         status = qkv_cuda_native_create(err, dev, desc, w);
     } else if (status == QKV_OK && qkv_cuda_is_packed(&w->form)) {
         status = qkv_cuda_packed_create(err, dev, desc, w);
@@ -211,8 +229,10 @@ void qkv_cuda_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight)
         return;
     }
     qkv_cuda_forget_experts(dev);
+    qkv_cuda_forget_heads(dev);
     qkv_cuda_free(weight->high);
     qkv_cuda_free(weight->low);
+    qkv_cuda_free(weight->values);
     qkv_cuda_free(weight->k_scale);
     qkv_cuda_free(weight->k_order);
     qkv_cuda_free(weight->rows);

@@ -20,6 +20,7 @@ struct qkv_weight {
     /* Values. */
     uint16_t *high; /* device bf16 [n_out, k_pad]; w = high + low */
     uint16_t *low;  /* the same; NULL where every value is exact in bf16 */
+    float *values;  /* device [n_out, k_pad], the only thing there in the reference arithmetic */
     /* Codes as they are. */
     uint8_t *rows; /* device [n_pad, k_pad]; NULL: not of this kind */
     int32_t n_pad;

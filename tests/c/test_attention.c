@@ -448,9 +448,6 @@ static void check_values(const char *isa, const struct shape *s, const float *ro
     };
     float *out = new_out(s, N_TOKENS);
     for (size_t k = 0; k < sizeof KINDS / sizeof KINDS[0]; k++) {
-        if (KINDS[k].compute == QKV_COMPUTE_F32 && !on_cpu()) {
-            continue;
-        }
         struct setup setup = {isa, KINDS[k].compute, KINDS[k].format, 2, 7};
         struct sequence sequence = {rows, N_TOKENS, 0, out};
         run(s, &setup, &sequence, 1);
@@ -608,8 +605,7 @@ static void test_cuts(void)
     for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         for (int i = 0; i < N_SHAPES; i++) {
             if (is_tested(isa, i)) {
-                check_cuts(isa->name, &SHAPES[i],
-                           i == 3 && on_cpu() ? QKV_COMPUTE_F32 : QKV_COMPUTE_BF16);
+                check_cuts(isa->name, &SHAPES[i], i == 3 ? QKV_COMPUTE_F32 : QKV_COMPUTE_BF16);
             }
             if (on_cpu() && isa->usable() && i % 4 == 1 && strcmp(isa->name, "scalar") != 0) {
                 check_cuts(isa->name, &SHAPES[i], QKV_COMPUTE_F32);
@@ -656,7 +652,7 @@ static void test_later_tokens_do_not_matter(void)
         if (!isa->usable()) {
             continue;
         }
-        for (int f32 = 0; f32 < (on_cpu() ? 2 : 1); f32++) {
+        for (int f32 = 0; f32 < 2; f32++) {
             struct setup setup = {isa->name, f32 ? QKV_COMPUTE_F32 : QKV_COMPUTE_BF16,
                                   f32 ? QKV_KV_F32 : QKV_KV_BF16, 1, 1};
             float *rows = random_rows(s, N, 3);

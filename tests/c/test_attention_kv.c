@@ -351,8 +351,7 @@ static void check_values(const struct shape *s, struct setup *setup, const float
     /* fp32 sums of a few hundred terms; in bf16 the weights are rounded, too. */
     double bound = setup->compute == QKV_COMPUTE_F32 ? 3e-6 : 3e-3;
     for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
-        if (!isa->usable() || (s->window == 0 && is_slow(isa)) ||
-            (setup->compute == QKV_COMPUTE_F32 && !on_cpu())) {
+        if (!isa->usable() || (s->window == 0 && is_slow(isa))) {
             continue;
         }
         setup->isa = isa->name;
@@ -414,7 +413,7 @@ static void check_cuts(const char *isa, const struct shape *s, struct pair pair,
         run(s, &setup, rows, out, NULL);
         check_same(s, out, expected, isa, pair, "chunk", CHUNKS[i]);
     }
-    setup.compute = on_cpu() ? QKV_COMPUTE_F32 : QKV_COMPUTE_BF16;
+    setup.compute = QKV_COMPUTE_F32;
     setup.quantize_q = true;
     run(s, &setup, rows, expected, NULL);
     setup.chunk = 23;

@@ -1,6 +1,6 @@
 /* Latent layers: one stored row is K and V. Such a layer gives the bits of an ordinary one whose V is
  * the first channels of its K, in every format, however a sequence is cut and its heads are shared
- * out; and head_linear gives those of a linear for each head. */
+ * out; and head_linear gives what a linear for each head does. */
 #include <math.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -8,14 +8,14 @@
 
 #include "backend/backend.h"
 #include "check.h"
-#include "dispatch.h"
+#include "kernel_backend.h"
 #include "kv/kv_codec.h"
 
 enum {
     PAGE = QKV_PAGE_TOKENS,
     N_TOKENS = 275, /* a little more than a segment of 256 keys */
     N_PAGES = 24,
-    MAX_DIM = 256
+    MAX_DIM = 576
 };
 
 struct shape {
@@ -28,6 +28,9 @@ struct shape {
 static const struct shape FEW = {3, 80, 64};
 static const struct shape MANY = {32, 48, 32};
 static const struct shape DS_MLA = {9, 256, 192};
+/* DeepSeek's own, and one of more heads than a unit has rows. */
+static const struct shape WIDE = {4, 576, 512};
+static const struct shape WIDE_MANY = {18, 320, 272};
 
 /* Not bf16_stochastic, which rounds K and V by numbers of their own. */
 static const enum qkv_kv_format FORMATS[] = {QKV_KV_BF16, QKV_KV_FP4_MX16, QKV_KV_E4M3,
@@ -60,7 +63,7 @@ static float *random_floats(size_t n, uint32_t seed)
 static struct qkv_buffer *buffer(struct qkv_device *dev, size_t n)
 {
     struct qkv_buffer *out = NULL;
-    CHECK_OK(qkv_cpu_backend()->buffer_create(&err, dev, n * sizeof(float), &out), err);
+    CHECK_OK(kernel_backend()->buffer_create(&err, dev, n * sizeof(float), &out), err);
     return out;
 }
 
@@ -68,15 +71,15 @@ static struct qkv_device *open_device(const struct setup *setup)
 {
     struct qkv_device *dev = NULL;
     struct qkv_device_options options = {
-        .n_threads = setup->n_threads, .compute = setup->compute, .isa = setup->isa};
-    CHECK_OK(qkv_cpu_backend()->open(&err, &options, &dev), err);
+        .n_threads = setup->n_threads, .compute = setup->compute, .isa = kernel_isa(setup->isa)};
+    CHECK_OK(kernel_backend()->open(&err, &options, &dev), err);
     return dev;
 }
 
 static struct qkv_kv *new_pool(struct qkv_device *dev, const struct shape *s,
                                const struct setup *setup)
 {
-    const struct qkv_backend *be = qkv_cpu_backend();
+    const struct qkv_backend *be = kernel_backend();
     struct qkv_kv *kv = NULL;
     struct qkv_kv_layer layer = {
         1, s->k_dim, s->v_dim, setup->format, setup->format, setup->latent};
@@ -93,7 +96,7 @@ static void upload_rows(struct qkv_device *dev, const struct shape *s, const str
                         const float *q, const float *k, int32_t begin, int32_t end,
                         struct qkv_buffer *qkv, struct qkv_buffer *latent)
 {
-    const struct qkv_backend *be = qkv_cpu_backend();
+    const struct qkv_backend *be = kernel_backend();
     size_t q_dim = (size_t)(s->n_heads * s->k_dim);
     size_t k_dim = (size_t)s->k_dim;
     size_t v_dim = (size_t)s->v_dim;
@@ -118,7 +121,7 @@ static void upload_rows(struct qkv_device *dev, const struct shape *s, const str
 /* What attention gives for all tokens: [N_TOKENS, n_heads, v_dim]. */
 static float *run(const struct shape *s, const struct setup *setup, const float *q, const float *k)
 {
-    const struct qkv_backend *be = qkv_cpu_backend();
+    const struct qkv_backend *be = kernel_backend();
     struct qkv_device *dev = open_device(setup);
     struct qkv_kv *kv = new_pool(dev, s, setup);
     size_t row = (size_t)(s->n_heads * s->v_dim);
@@ -188,10 +191,16 @@ static void check_ordinary(const struct shape *s, struct setup setup)
 
 static void test_an_ordinary_layer_gives_the_same(void)
 {
-    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         bool slow = strcmp(isa->name, "scalar") == 0;
         for (int f = 0; isa->usable() && f < (slow ? 3 : N_FORMATS); f++) {
             check_ordinary(&FEW, (struct setup){isa->name, QKV_COMPUTE_BF16, FORMATS[f], 1, 0, 0});
+        }
+        if (isa->usable() && !slow) {
+            check_ordinary(&WIDE,
+                           (struct setup){isa->name, QKV_COMPUTE_BF16, QKV_KV_BF16, 1, 0, 0});
+            check_ordinary(&WIDE_MANY,
+                           (struct setup){isa->name, QKV_COMPUTE_BF16, QKV_KV_NVFP4, 1, 0, 0});
         }
         if (isa->usable()) {
             check_ordinary(&FEW, (struct setup){isa->name, QKV_COMPUTE_F32, QKV_KV_F32, 1, 0, 0});
@@ -201,9 +210,8 @@ static void test_an_ordinary_layer_gives_the_same(void)
 }
 
 /* fp8_ds_mla is what bf16 is of the values that it stores. */
-static void test_ds_mla_is_bf16_of_what_it_stores(void)
+static void check_ds_mla(const struct shape *s)
 {
-    const struct shape *s = &DS_MLA;
     float *q = random_floats(N_TOKENS * (size_t)(s->n_heads * s->k_dim), 1);
     float *k = random_floats(N_TOKENS * (size_t)s->k_dim, 2);
     float *decoded = malloc(N_TOKENS * (size_t)s->k_dim * sizeof *decoded);
@@ -216,7 +224,7 @@ static void test_ds_mla_is_bf16_of_what_it_stores(void)
                           &loss);
         qkv_kv_decode_row(QKV_KV_FP8_DS_MLA, codes, scales, s->k_dim, decoded + t * s->k_dim);
     }
-    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         if (!isa->usable() || strcmp(isa->name, "scalar") == 0) {
             continue;
         }
@@ -233,6 +241,12 @@ static void test_ds_mla_is_bf16_of_what_it_stores(void)
     free(decoded);
 }
 
+static void test_ds_mla_is_bf16_of_what_it_stores(void)
+{
+    check_ds_mla(&DS_MLA);
+    check_ds_mla(&WIDE);
+}
+
 /* One row at a time cuts 32 heads into more units than many rows at once do. */
 static void test_cuts_and_threads(void)
 {
@@ -241,7 +255,7 @@ static void test_cuts_and_threads(void)
     float *q = random_floats(N_TOKENS * (size_t)(s->n_heads * s->k_dim), 3);
     float *k = random_floats(N_TOKENS * (size_t)s->k_dim, 4);
     const char *best = qkv_cpu_isas[0].name;
-    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         if (isa->usable()) {
             best = isa->name;
             break;
@@ -250,7 +264,7 @@ static void test_cuts_and_threads(void)
     for (int f = 0; f < 2; f++) {
         struct setup setup = {best, QKV_COMPUTE_BF16, SOME[f], 1, 0, true};
         float *want = run(s, &setup, q, k);
-        for (int32_t n_threads = 1; n_threads <= 3; n_threads += 2) {
+        for (int32_t n_threads = 1; n_threads <= (on_cpu() ? 3 : 1); n_threads += 2) {
             static const int32_t CHUNKS[] = {1, 7, 64, 0};
             for (int c = 0; c < 4; c++) {
                 setup.n_threads = n_threads;
@@ -268,20 +282,72 @@ static void test_cuts_and_threads(void)
 
 /* ---- head_linear ---- */
 
-enum { ROWS = 5, HEADS = 3, K_IN = 24, N_OUT = 40, REST = 8, X_DIM = K_IN + REST };
+enum { ROWS = 21, FEW_ROWS = 2, HEADS = 3, K_IN = 24, N_OUT = 40, REST = 8, X_DIM = K_IN + REST };
 
-static void check_heads(const char *isa, int n_threads)
+/* The same bits on a CPU. A GPU's linear is another kernel, which adds in another order. */
+static bool is_product(const float *got, const float *want)
 {
-    const struct qkv_backend *be = qkv_cpu_backend();
-    struct setup setup = {isa, QKV_COMPUTE_BF16, QKV_KV_BF16, n_threads, 0, true};
+    double error = 0.0;
+    double size = 0.0;
+    for (int i = 0; i < N_OUT; i++) {
+        error += pow((double)got[i] - (double)want[i], 2.0);
+        size += pow((double)want[i], 2.0);
+    }
+    return on_cpu() ? memcmp(got, want, N_OUT * sizeof *got) == 0 : error < 1e-12 * size;
+}
+
+/* y: [n_rows, HEADS, N_OUT + REST] */
+static void run_heads(struct qkv_device *dev, struct qkv_weight *const *weights, const float *x,
+                      int32_t n_rows, float *y)
+{
+    const struct qkv_backend *be = kernel_backend();
+    size_t n_in = (size_t)(n_rows * HEADS * X_DIM);
+    size_t n_out = (size_t)(n_rows * HEADS * (N_OUT + REST));
+    struct qkv_buffer *in = buffer(dev, n_in);
+    struct qkv_buffer *out = buffer(dev, n_out);
+    CHECK_OK(be->upload(&err, dev, in, 0, x, n_in * sizeof *x), err);
+    struct qkv_head_linear args = {in, n_rows, HEADS, X_DIM, weights, out};
+    CHECK_OK(be->head_linear(&err, dev, &args), err);
+    CHECK_OK(be->download(&err, dev, out, 0, y, n_out * sizeof *y), err);
+    be->buffer_destroy(dev, in);
+    be->buffer_destroy(dev, out);
+}
+
+static void check_head(struct qkv_device *dev, const struct qkv_weight *weight, int h,
+                       const float *x, const float *y)
+{
+    const struct qkv_backend *be = kernel_backend();
+    struct qkv_buffer *in = buffer(dev, ROWS * K_IN);
+    struct qkv_buffer *out = buffer(dev, ROWS * N_OUT);
+    float want[ROWS * N_OUT];
+    for (int r = 0; r < ROWS; r++) {
+        CHECK_OK(be->upload(&err, dev, in, (size_t)(r * K_IN) * sizeof *x,
+                            x + (r * HEADS + h) * X_DIM, K_IN * sizeof *x),
+                 err);
+    }
+    struct qkv_linear linear = {
+        .x = in, .n_rows = ROWS, .n_weights = 1, .weight = {weight}, .y = out};
+    CHECK_OK(be->linear(&err, dev, &linear), err);
+    CHECK_OK(be->download(&err, dev, out, 0, want, sizeof want), err);
+    for (int r = 0; r < ROWS; r++) {
+        const float *row = y + (r * HEADS + h) * (N_OUT + REST);
+        CHECK(is_product(row, want + r * N_OUT));
+        CHECK(memcmp(row + N_OUT, x + (r * HEADS + h) * X_DIM + K_IN, REST * sizeof *row) == 0);
+    }
+    be->buffer_destroy(dev, in);
+    be->buffer_destroy(dev, out);
+}
+
+static void check_heads(const char *isa, int n_threads, enum qkv_compute compute)
+{
+    const struct qkv_backend *be = kernel_backend();
+    struct setup setup = {isa, compute, QKV_KV_BF16, n_threads, 0, true};
     struct qkv_device *dev = open_device(&setup);
     float *x = random_floats(ROWS * HEADS * X_DIM, 5);
     float *w = random_floats(HEADS * N_OUT * K_IN, 6);
-    float y[ROWS * HEADS * (N_OUT + REST)];
+    static float y[ROWS * HEADS * (N_OUT + REST)];
+    static float few[FEW_ROWS * HEADS * (N_OUT + REST)];
     struct qkv_weight *weights[HEADS];
-    struct qkv_buffer *in = buffer(dev, ROWS * HEADS * X_DIM);
-    struct qkv_buffer *out = buffer(dev, ROWS * HEADS * (N_OUT + REST));
-    CHECK_OK(be->upload(&err, dev, in, 0, x, ROWS * HEADS * X_DIM * sizeof *x), err);
     for (int h = 0; h < HEADS; h++) {
         struct qkv_matrix matrix = {.name = "w",
                                     .n_out = N_OUT,
@@ -290,33 +356,13 @@ static void check_heads(const char *isa, int n_threads)
                                     .blocks = (const uint8_t *)(w + h * N_OUT * K_IN)};
         CHECK_OK(be->weight_create(&err, dev, &matrix, &weights[h]), err);
     }
-    struct qkv_head_linear args = {in, ROWS, HEADS, X_DIM, weights, out};
-    CHECK_OK(be->head_linear(&err, dev, &args), err);
-    CHECK_OK(be->download(&err, dev, out, 0, y, sizeof y), err);
-    struct qkv_buffer *one_in = buffer(dev, ROWS * K_IN);
-    struct qkv_buffer *one_out = buffer(dev, ROWS * N_OUT);
+    run_heads(dev, weights, x, ROWS, y);
+    run_heads(dev, weights, x, FEW_ROWS, few);
+    CHECK(memcmp(few, y, sizeof few) == 0);
     for (int h = 0; h < HEADS; h++) {
-        float want[ROWS * N_OUT];
-        for (int r = 0; r < ROWS; r++) {
-            CHECK_OK(be->upload(&err, dev, one_in, (size_t)(r * K_IN) * sizeof *x,
-                                x + (r * HEADS + h) * X_DIM, K_IN * sizeof *x),
-                     err);
-        }
-        struct qkv_linear linear = {
-            .x = one_in, .n_rows = ROWS, .n_weights = 1, .weight = {weights[h]}, .y = one_out};
-        CHECK_OK(be->linear(&err, dev, &linear), err);
-        CHECK_OK(be->download(&err, dev, one_out, 0, want, sizeof want), err);
-        for (int r = 0; r < ROWS; r++) {
-            const float *row = y + (r * HEADS + h) * (N_OUT + REST);
-            CHECK(memcmp(row, want + r * N_OUT, N_OUT * sizeof *row) == 0);
-            CHECK(memcmp(row + N_OUT, x + (r * HEADS + h) * X_DIM + K_IN, REST * sizeof *row) == 0);
-        }
+        check_head(dev, weights[h], h, x, y);
         be->weight_destroy(dev, weights[h]);
     }
-    be->buffer_destroy(dev, in);
-    be->buffer_destroy(dev, out);
-    be->buffer_destroy(dev, one_in);
-    be->buffer_destroy(dev, one_out);
     be->close(dev);
     free(x);
     free(w);
@@ -324,10 +370,10 @@ static void check_heads(const char *isa, int n_threads)
 
 static void test_heads_are_linears(void)
 {
-    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         if (isa->usable()) {
-            check_heads(isa->name, 1);
-            check_heads(isa->name, 2);
+            check_heads(isa->name, 1, QKV_COMPUTE_BF16);
+            check_heads(isa->name, 2, QKV_COMPUTE_BF16);
         }
     }
 }
@@ -338,13 +384,13 @@ static void check_refused(struct qkv_device *dev, struct qkv_kv_layer layer, con
 {
     struct qkv_kv *kv = NULL;
     struct qkv_kv_desc desc = {&layer, 1, 1};
-    CHECK_ERROR(qkv_cpu_backend()->kv_create(&err, dev, &desc, &kv), err, QKV_ERR_UNSUPPORTED,
+    CHECK_ERROR(kernel_backend()->kv_create(&err, dev, &desc, &kv), err, QKV_ERR_UNSUPPORTED,
                 message);
 }
 
 static void test_layers_that_are_not_latent_are_refused(void)
 {
-    const struct qkv_backend *be = qkv_cpu_backend();
+    const struct qkv_backend *be = kernel_backend();
     struct setup setup = {NULL, QKV_COMPUTE_BF16, QKV_KV_E4M3, 1, 0, true};
     struct qkv_device *dev = open_device(&setup);
     const enum qkv_kv_format ds_mla = QKV_KV_FP8_DS_MLA;

@@ -305,11 +305,10 @@ static void check_row(const struct block *b, int32_t row, const float *got)
 
 /* ---- tests ---- */
 
-/* With the best instruction set; the reference arithmetic is the CPU's. */
+/* With the best instruction set. */
 static struct qkv_device *open_best(enum qkv_compute compute, int n_threads)
 {
-    return open_device(NULL, on_cpu() ? compute : QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16,
-                       n_threads);
+    return open_device(NULL, compute, QKV_ACTIVATIONS_BF16, n_threads);
 }
 
 /* All rows at once against the reference, then cut in three and by other numbers of threads. */
