@@ -64,6 +64,8 @@ const struct qkv_gguf_value *qkv_gguf_find(const struct qkv_gguf *gguf, const ch
 
 /* "u32", "string", ... for messages. */
 const char *qkv_gguf_type_name(enum qkv_gguf_type type);
+/* 0: not of fixed size. */
+size_t qkv_gguf_type_bytes(enum qkv_gguf_type type);
 
 /* A value as something that holds it exactly; false if its type is another (or a u64 is too large
  * for int64). to_double takes integers too; to_string gives a view without a zero byte at the end,
