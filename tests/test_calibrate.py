@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import qkv
-from qkv import calibrate, calibration, cli, kv_scales
+from qkv import calibrate, calibration, cli, kv_scales_file
 from qkv.calibration import find_scales
 
 F32 = NDArray[np.float32]
@@ -225,7 +225,7 @@ def test_schema_of_sglang_on_request(tiny: Callable[..., Path], tmp_path: Path) 
     assert content["kv_cache"]["dtype"] == "float8_e4m3fn"
     factors = content["kv_cache"]["scaling_factor"]["0"]
     assert list(factors) == ["0", "1"] and all(isinstance(v, float) for v in factors.values())
-    assert kv_scales.read_side_file(
+    assert kv_scales_file.read_side_file(
         tmp_path / "kv_scales.json", n_layers=2, n_kv_heads=2, model_types=["llama"]
     ).layers == tuple((k, v) for k, v in found.layers)
 

@@ -12,7 +12,8 @@ import pytest
 
 import qkv
 from qkv import kv_scales, options, planner
-from qkv.kv_scales import KvScale, SideFile, read_side_file, resolve
+from qkv.kv_scales import KvScale, resolve
+from qkv.kv_scales_file import SideFile, read_side_file
 
 N_LAYERS, N_HEADS = 2, 2
 

@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import kv_scales, options, tables
+from . import kv_scales_file, options, tables
 from .engine import Engine, Prompt
-from .kv_scales import LIMITS, Values
+from .kv_scales import LIMITS
+from .kv_scales_file import Values
 from .params import SamplingParams
 
 F64 = NDArray[np.float64]
@@ -119,7 +120,7 @@ class Scales:
 
     def to_json(self) -> dict[str, Any]:
         """The side file's content."""
-        return kv_scales.file_content(
+        return kv_scales_file.file_content(
             self.kv_cache_dtype, self.layers, self.model_type, self.calibration
         )
 

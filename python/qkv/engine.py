@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from . import _core, gemm_backends, kv_scales, models, options, run, weight_set
+from . import _core, gemm_backends, kv_scales, kv_scales_file, models, options, run, weight_set
 from ._core import Checkpoint, Error
 from .chat_template import check_messages
 from .kv_scales import KvScaleTable
@@ -171,7 +171,7 @@ class Engine:
         if quantization_param_path is not None:
             files.add(os.fspath(quantization_param_path))
         side_files = {
-            path: kv_scales.read_side_file(
+            path: kv_scales_file.read_side_file(
                 path, n_layers=n_layers, n_kv_heads=n_kv_heads, model_types=self._model_types
             )
             for path in files
