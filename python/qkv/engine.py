@@ -13,17 +13,17 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from . import _core, gemm_backends, kv_scales, kv_scales_file, models, options, run, weight_set
+from . import _core, incoming, kv_scales, kv_scales_file, models, options, run, weight_set
 from ._core import Checkpoint, Error
 from .chat_template import check_messages
+from .incoming import Item, ParamsArgument
 from .kv_scales import KvScaleTable
 from .outputs import RequestOutput, Score
 from .params import SamplingParams, flag, integer
-from .progress import Loading, Progress
-from .run import Hook, Item, ParamsArgument, Run, Seq
+from .progress import Loading, Progress, write_log
+from .run import Hook, Run, Seq
 from .structured import Guides
-from .tokenizer import Tokenizer, from_user
-from .weight_set import WeightSet
+from .tokenizer import Tokenizer, from_user, load_tokenizer
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -34,11 +34,7 @@ _LIST_WINDOW = 8192
 # For an input that may be endless, in units of max_running.
 _STREAM_WINDOW = 4
 
-#: What the core counts of a set of weights.
-_COUNTS = ("matrices", "int8_matrices", "quantized_inputs", "online_matrices", "online_left")
-
 _log = logging.getLogger("qkv")
-_LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING)
 
 
 class Engine:
@@ -224,7 +220,7 @@ class Engine:
                 max_model_len=max_model_len or 0,
                 prefix_cache=prefix_cache,
                 offline=schedule == "offline",
-                log=_write_log,
+                log=write_log,
                 progress=loading,
             )
         finally:
@@ -234,11 +230,11 @@ class Engine:
         dequantized = compute_dtype == "float32"
         counts = self._core.info
         isa = counts["isa"]
-        self._facts = _facts(self._weights, counts, asked, dequantized, isa)
+        self._facts = self._weights.facts(counts, asked, dequantized, isa)
         self._prefill_facts = (
             None
             if self._prefill is None
-            else _facts(self._prefill, counts["prefill"], asked, dequantized, isa)
+            else self._prefill.facts(counts["prefill"], asked, dequantized, isa)
         )
 
     # What is loaded.
@@ -327,8 +323,9 @@ class Engine:
         params: one for all, or a list with one for each. on_finish(output) runs once for every
         answered row and its mapping is stored in output.scores; an exception in it is stored as
         scores["error"] of that row. qkv.hooks has some."""
-        rows = run.as_rows(prompts)
-        return self._collect(run.items(rows, params, self._prompt_item), rows, on_finish, progress)
+        rows = incoming.as_rows(prompts)
+        entries = incoming.items(rows, params, self._prompt_item)
+        return self._collect(entries, rows, on_finish, progress)
 
     def stream(
         self,
@@ -340,9 +337,9 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         """Continues each prompt; outputs as they finish (output.index is the place in the input).
         The prompts may be an endless iterator: a few times max_running of them are under way."""
-        rows = run.as_rows(prompts)
-        run.each_params(params, run.length(rows))
-        entries = run.items(rows, params, self._prompt_item)
+        rows = incoming.as_rows(prompts)
+        incoming.each_params(params, incoming.length(rows))
+        entries = incoming.items(rows, params, self._prompt_item)
         return self._start(
             entries, rows, on_finish, progress, self._max_running * _STREAM_WINDOW
         ).results()
@@ -361,7 +358,7 @@ class Engine:
         tokenizer = self.tokenizer
         if not tokenizer.has_chat_template and "chat_template" not in (template_options or {}):
             tokenizer.apply_chat_template([{"role": "user", "content": ""}])  # raises, saying so
-        rows = _conversations(conversations)
+        rows = incoming.conversations(conversations)
 
         def build(item: Item, messages: Any) -> None:
             item.text = tokenizer.apply_chat_template(
@@ -370,7 +367,7 @@ class Engine:
             # The template has written the special tokens itself.
             item.add_special_tokens = False
 
-        return self._collect(run.items(rows, params, build), rows, on_finish, progress)
+        return self._collect(incoming.items(rows, params, build), rows, on_finish, progress)
 
     def score(
         self,
@@ -391,9 +388,9 @@ class Engine:
         With several lanes score.lanes has each lane's, and all but the first lane's have kl,
         kl_reverse and top1 against the first."""
         integer("top", top, 0, 256)
-        rows = run.as_rows(prompts)
+        rows = incoming.as_rows(prompts)
         if continuations is not None:
-            if isinstance(continuations, str) or run.is_ids(continuations):
+            if isinstance(continuations, str) or incoming.is_ids(continuations):
                 continuations = [continuations]
             if not isinstance(continuations, Iterable) or isinstance(continuations, bytes):
                 raise TypeError(
@@ -413,8 +410,8 @@ class Engine:
             build(item, row)
             starts[item.index] = item.logprob_start
 
-        outputs = self._collect(run.items(rows, params, remember), rows, None, progress)
-        return [_score(output, starts.get(output.index, 1)) for output in outputs]
+        outputs = self._collect(incoming.items(rows, params, remember), rows, None, progress)
+        return [Score.of(output, starts.get(output.index, 1)) for output in outputs]
 
     def close(self) -> None:
         """Gives the memory back. The engine cannot be used afterwards."""
@@ -444,14 +441,14 @@ class Engine:
             item.text = self.tokenizer.apply_chat_template(check_messages(row))
             item.add_special_tokens = False
         elif isinstance(row, (list, tuple, np.ndarray)):
-            item.ids = run.token_array(row, self._vocab)
+            item.ids = incoming.token_array(row, self._vocab)
         else:
             raise TypeError(f"a prompt is text or token ids, not {type(row).__name__}")
 
     def _pair_item(self, item: Item, pair: tuple[Any, Any]) -> None:
         prompt, continuation = pair
         if isinstance(prompt, Mapping):
-            prompt = run.unwrap(item, prompt)
+            prompt = incoming.unwrap(item, prompt)
         if isinstance(prompt, str) and isinstance(continuation, str):
             kept = prompt.rstrip()
             continuation = prompt[len(kept) :] + continuation
@@ -462,7 +459,7 @@ class Engine:
             first = self._plain_ids(prompt, True)
             ids = [*first, *self._plain_ids(continuation, False)]
             start = len(first)
-        item.ids = run.token_array(ids, self._vocab)
+        item.ids = incoming.token_array(ids, self._vocab)
         if start < 1:
             raise ValueError("the prompt has no tokens: the first one cannot be scored")
         if start >= len(ids):
@@ -474,7 +471,7 @@ class Engine:
             return self.tokenizer.encode(given, add_special_tokens=special)
         if not isinstance(given, (list, tuple, np.ndarray)):
             raise TypeError(f"a prompt is text or token ids, not {type(given).__name__}")
-        return run.token_array(given, self._vocab).tolist() if len(given) else []
+        return incoming.token_array(given, self._vocab).tolist() if len(given) else []
 
     def _start(
         self,
@@ -486,7 +483,8 @@ class Engine:
     ) -> Run:
         if on_finish is not None and not callable(on_finish):
             raise TypeError(f"on_finish={on_finish!r:.100}: a function is needed")
-        bar = progress if isinstance(progress, Progress) else Progress(progress, run.length(rows))
+        total = incoming.length(rows)
+        bar = progress if isinstance(progress, Progress) else Progress(progress, total)
         return Run(self, entries, window=window, on_finish=on_finish, progress=bar)
 
     def _collect(
@@ -599,85 +597,3 @@ class Engine:
                 for token in result.token_ids[seq.watch.count :]:
                     seq.watch.push(int(token))
             seq.row.run.finish(number, seq, result)
-
-
-def _write_log(level: int, line: str) -> None:
-    _log.log(_LEVELS[min(max(level, 0), 2)], line)
-
-
-def _conversations(given: Any) -> Iterable[Any]:
-    """One conversation or many."""
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
-        raise TypeError("conversations: lists of {'role': ..., 'content': ...}")
-    if isinstance(given, Mapping):
-        return [given]
-    if isinstance(given, Sequence) and given and isinstance(given[0], Mapping):
-        if "role" in given[0]:
-            return [given]
-    conversations: Iterable[Any] = given
-    return conversations
-
-
-def _facts(
-    weights: WeightSet,
-    counts: Mapping[str, Any],
-    asked: Mapping[str, str],
-    dequantized: bool,
-    isa: str,
-) -> dict[str, Any]:
-    """Of a set of weights, for Engine.info. counts: the core's."""
-    loaded = gemm_backends.Weights(
-        codes=[form["code"] for form in weights.forms.values()],
-        gguf_types=weights.gguf_types,
-        target=weights.target,
-        n_online=counts["online_matrices"],
-        dequantized=dequantized,
-    )
-    return {
-        "model": weights.path,
-        "quantization": weights.summary,
-        "online_quantization": weights.detected.online,
-        **{
-            option: gemm_backends.chosen(option, name, loaded, isa)
-            for option, name in asked.items()
-        },
-        **{name: counts[name] for name in _COUNTS},
-    }
-
-
-def _score(output: RequestOutput, start: int) -> Score:
-    def one(answer: RequestOutput) -> Score:
-        compared = answer.comparison
-        return Score(
-            index=answer.index,
-            error=answer.error,
-            token_ids=answer.prompt_token_ids[start:] if answer.error is None else _NO_IDS,
-            token_logprobs=answer.prompt_logprobs,
-            rank=answer.prompt_ranks,
-            top_ids=answer.prompt_top_ids,
-            top_logprobs=answer.prompt_top_logprobs,
-            kl=None if compared is None else compared.kl,
-            kl_reverse=None if compared is None else compared.kl_reverse,
-            top1=None if compared is None else compared.top1,
-        )
-
-    score = one(output)
-    score.lanes = {name: one(lane) for name, lane in output.lanes.items()}
-    return score
-
-
-_NO_IDS = np.zeros(0, np.int32)
-
-
-def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a checkpoint, without loading weights."""
-    checkpoint = Checkpoint(os.fspath(path))
-    try:
-        if checkpoint.container == "gguf":
-            try:
-                return Tokenizer.from_gguf(checkpoint.metadata())
-            except Error as error:
-                raise type(error)(f"{os.fspath(path)}: {error}") from error
-        return Tokenizer.from_folder(checkpoint.folder)
-    finally:
-        checkpoint.close()

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import _core, kv_scales, models, options, tables
-from .engine import load_tokenizer
 from .quantization import Detected, counted_forms, detect, forms, notes
 from .quantization.packed import Forms
+from .tokenizer import load_tokenizer
 
 
 def size(n_bytes: int) -> str:

@@ -215,6 +215,30 @@ class Score:
     top1: NDArray[np.bool_] | None = None
     lanes: dict[str, "Score"] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, output: RequestOutput, start: int) -> "Score":
+        """Of the prompt's tokens from `start` on, in all lanes."""
+
+        def one(answer: RequestOutput) -> "Score":
+            compared = answer.comparison
+            ids = answer.prompt_token_ids[start:] if answer.error is None else _empty_i32()
+            return cls(
+                index=answer.index,
+                error=answer.error,
+                token_ids=ids,
+                token_logprobs=answer.prompt_logprobs,
+                rank=answer.prompt_ranks,
+                top_ids=answer.prompt_top_ids,
+                top_logprobs=answer.prompt_top_logprobs,
+                kl=None if compared is None else compared.kl,
+                kl_reverse=None if compared is None else compared.kl_reverse,
+                top1=None if compared is None else compared.top1,
+            )
+
+        score = one(output)
+        score.lanes = {name: one(lane) for name, lane in output.lanes.items()}
+        return score
+
     @property
     def total(self) -> float:
         """Log-probability of all the tokens together, summed in float64."""

@@ -1,6 +1,7 @@
 """The progress bars: rows done and tokens per second, also where there is no terminal; bytes while
 a model is loaded."""
 
+import logging
 import sys
 import time
 import warnings
@@ -130,3 +131,9 @@ class Loading:
         if self._bar is not None:
             self._bar.close()
         self._bar, self._done = None, 0
+
+
+def write_log(level: int, line: str) -> None:
+    """A line of the core's."""
+    levels = (logging.DEBUG, logging.INFO, logging.WARNING)
+    logging.getLogger("qkv").log(levels[min(max(level, 0), 2)], line)

@@ -14,7 +14,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from . import chat_template, vocab
-from ._core import CheckpointError, Error
+from ._core import Checkpoint, CheckpointError, Error
 
 # Of these classes transformers adds BOS by add_bos_token, whatever tokenizer.json's own
 # post-processor says (transformers 4 and 5, LlamaTokenizer and its relatives).
@@ -513,3 +513,17 @@ def from_user(given: Any) -> Tokenizer:
     if callable(getattr(given, "encode", None)) and callable(getattr(given, "decode", None)):
         return _Foreign(given)
     raise TypeError(f"tokenizer={given!r:.100}: a path or an object with encode and decode")
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a checkpoint, without loading weights."""
+    checkpoint = Checkpoint(os.fspath(path))
+    try:
+        if checkpoint.container == "gguf":
+            try:
+                return Tokenizer.from_gguf(checkpoint.metadata())
+            except Error as error:
+                raise type(error)(f"{os.fspath(path)}: {error}") from error
+        return Tokenizer.from_folder(checkpoint.folder)
+    finally:
+        checkpoint.close()

@@ -1,18 +1,21 @@
 """Sets of weights of one model: what stands in a checkpoint, and what loading makes of it."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import models, options
+from . import gemm_backends, models, options
 from ._core import Checkpoint, Error
 from .quantization import METHODS, Detected, detect, forms, summary
 from .quantization.packed import Forms
 from .quantization.wire import to_core
+
+#: What the core counts of a set of weights.
+_COUNTS = ("matrices", "int8_matrices", "quantized_inputs", "online_matrices", "online_left")
 
 Tensors = Sequence[tuple[str, str, tuple[int, ...], int]]
 
@@ -34,6 +37,28 @@ class WeightSet:
         """What matrices are quantized to while loading, a name of csrc/quant/quantize.h; "" if they
         are not."""
         return METHODS[self.detected.online].target if self.detected.online else ""
+
+    def facts(
+        self, counts: Mapping[str, Any], asked: Mapping[str, str], dequantized: bool, isa: str
+    ) -> dict[str, Any]:
+        """For Engine.info. counts: the core's. asked: gemm_backends' options."""
+        loaded = gemm_backends.Weights(
+            codes=[form["code"] for form in self.forms.values()],
+            gguf_types=self.gguf_types,
+            target=self.target,
+            n_online=counts["online_matrices"],
+            dequantized=dequantized,
+        )
+        return {
+            "model": self.path,
+            "quantization": self.summary,
+            "online_quantization": self.detected.online,
+            **{
+                option: gemm_backends.chosen(option, name, loaded, isa)
+                for option, name in asked.items()
+            },
+            **{name: counts[name] for name in _COUNTS},
+        }
 
     @property
     def gguf_types(self) -> list[str]:

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from .. import kv_scales, options
-from ..engine import Engine, load_tokenizer
+from ..engine import Engine
 from ..params import integer
 from ..tasks import Window
 from ..tasks import task as named_task
+from ..tokenizer import load_tokenizer
 from . import layers
 from .journal import Journal, Record
 from .results import Lane

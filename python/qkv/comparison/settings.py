@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core, digests, kv_scales, models, options
-from ..engine import Engine, load_tokenizer
+from ..engine import Engine
 from ..params import flag, integer
 from ..quantization import METHODS
 from ..tasks import Task
 from ..tasks import task as named_task
 from ..tasks.needle import LENGTHS, MAX_TOKENS, needle
+from ..tokenizer import load_tokenizer
 from .results import Lane
 
 Say = Callable[[str], None]  # to the user, a line

@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..chat_template import row_template
+from ..incoming import is_ids
 from ..outputs import Completion, RequestOutput, json_ready
 from ..params import SamplingParams
-from ..run import is_ids
 from . import keys
 from .source import Bad, Row
 

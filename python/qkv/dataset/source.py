@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .._core import Error
-from ..run import is_ids
+from ..incoming import is_ids
 from . import parquet
 
 #: A longer line is an error of its row and is not kept in memory.
