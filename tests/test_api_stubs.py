@@ -50,6 +50,7 @@ ENGINE_OPTIONS = {
     "activation_quant": "checkpoint",
     "compute_dtype": "bf16",
     "query_dtype": "bf16",
+    "mla_prefill": "absorbed",
     "device": "auto",
     "threads": None,
     "mem_fraction": None,
