@@ -1218,6 +1218,32 @@ def test_bitsandbytes_int8(find: Callable[..., Detected]) -> None:
     assert np.array_equal(values(found, tensors, 32, 64), w)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"load_in_4bit": False, "load_in_8bit": True}, "load_in_8bit is true, but .*U8.*4 bits"),
+        ({"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type is fp4, but there is .*__nf4"),
+    ],
+)
+def test_bitsandbytes_that_contradicts_itself(
+    find: Callable[..., Detected], change: dict[str, Any], message: str
+) -> None:
+    """Both loaded as what the tensors are, without a word."""
+    with pytest.raises(_core.CheckpointError, match=message):
+        find({**BNB, **change}, bnb()[0])
+
+
+@pytest.mark.parametrize("fmt", ["pack-quantized", "int-quantized"])
+def test_a_format_of_another_type(find: Callable[..., Detected], fmt: str) -> None:
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    section = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"format": fmt, "targets": ["Linear"], "weights": weights}},
+    }
+    with pytest.raises(_core.CheckpointError, match=f"format {fmt} holds weights of type int, not"):
+        find(section, {})
+
+
 @pytest.mark.parametrize("k", (64, 96))  # rows of 96 are no whole blocks: scales are copied
 def test_bitsandbytes_scale_that_is_no_number(find: Callable[..., Detected], k: int) -> None:
     tensors, _ = bnb(k=k)

@@ -37,8 +37,19 @@ class BitsandbytesReader(Reader):
             return None
         dtype = self.tensors.dtype(module.parts["weight"])
         if dtype == "I8":
+            self._says(module, "load_in_8bit", "load_in_4bit", "int8")
             return self._int8(module)
-        return self._four_bits(module) if dtype == "U8" else None
+        if dtype != "U8":
+            return None
+        self._says(module, "load_in_4bit", "load_in_8bit", "4 bits")
+        return self._four_bits(module)
+
+    def _says(self, module: Module, wanted: str, other: str, what: str) -> None:
+        if self.section.flag(other) is True and self.section.flag(wanted) is not True:
+            weight = self.tensors.describe(module.parts["weight"])
+            raise self.contradiction(
+                module, f"{other} is true, but {weight}, which is {what}: set {wanted} if it is"
+            )
 
     def _int8(self, module: Module) -> Matrix:
         """Outliers among the inputs, which LLM.int8() takes out, need no care: inputs stay in 16
@@ -64,6 +75,11 @@ class BitsandbytesReader(Reader):
         states = module.some(*_STATES)
         if len(states) != 1:
             module.need(_STATES[0], why)
+        kind = self.section.text("bnb_4bit_quant_type")
+        if kind is not None and not states[0].endswith(f"__{kind}"):
+            raise self.contradiction(
+                module, f"bnb_4bit_quant_type is {kind}, but there is {states[0]}"
+            )
         state = self._state(states[0])
         n_out, k_in = self._shape(state, weight, states[0])
         block = state.integer("blocksize")

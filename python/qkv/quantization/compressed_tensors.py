@@ -32,6 +32,15 @@ _REFUSED = {
     "sparse-24-bitmask": "2:4 sparsity",
     "sparse-bitmask": "sparsity",
 }
+#: Of the weights that a format holds; what is not here holds either.
+_TYPE_OF = {
+    "pack-quantized": "int",
+    "int-quantized": "int",
+    "float-quantized": "float",
+    "nvfp4-pack-quantized": "float",
+    "mxfp4-pack-quantized": "float",
+    "mxfp8-quantized": "float",
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,9 @@ class CompressedTensorsReader(Reader):
             fmt = None
         if fmt in _REFUSED:
             raise group.refuse(f"format {fmt}: {_REFUSED[fmt]} is not supported")
+        kind = group.section("weights").text("type")
+        if kind is not None and kind != _TYPE_OF.get(str(fmt), kind):
+            raise group.fail(f"format {fmt} holds weights of type {_TYPE_OF[str(fmt)]}, not {kind}")
         return _Group(
             name=name,
             section=group,
