@@ -13,7 +13,7 @@ BUILD_FILES := $(shell find csrc kernels -name '*.c' -o -name '*.h' -o -name '*.
 PY_FILES := setup.py python tests
 USABLE_ISAS := from qkv import _core; print(*(name for name, usable in _core.isas() if usable))
 KERNEL_TESTS := $(patsubst tests/c/test_%.c,%,$(wildcard $(foreach name,\
-	linear attention* kv_kernels kv_pool sample rope,tests/c/test_$(name).c)))
+	linear attention* forms int8 kv_kernels kv_pool sample rope,tests/c/test_$(name).c)))
 T ?= gguf
 SECONDS_PER_TARGET ?= 60
 CUDA_ARCHS ?= 80,90a
@@ -23,8 +23,8 @@ export QKV_CUDA ?= 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test dev check format format-check lint layers stubs ctests asan ubsan tsan \
-	pytest-fast pytest-asan fuzz fuzz-replay isa cuda cuda-asan cuda-check cuda-ctests cuda-gpu \
-	bench soak soak-models dist clean
+	pytest-fast pytest-asan fuzz fuzz-replay isa isa-models cuda cuda-asan cuda-check \
+	cuda-ctests cuda-gpu bench soak soak-models dist clean
 
 help:
 	@echo "make demo          is an FP8 KV cache safe for a small real model? GSM8K, MMLU, and a page"
@@ -35,7 +35,8 @@ help:
 	@echo "make asan tsan     C tests, emulated kernels, fuzz replay and pytest under ASan+UBSan; C tests"
 	@echo "                   under TSan"
 	@echo "make fuzz T=gguf   fuzz one target for SECONDS_PER_TARGET=60 s; make fuzz-replay: the corpus"
-	@echo "make isa           parity of every instruction set that this machine has"
+	@echo "make isa           parity of every instruction set, AVX-512 emulated where it is not there;"
+	@echo "                   isa-models: whole models on the emulated ones, some minutes"
 	@echo "make cuda          the CUDA library with nvcc; cuda-check: its kernels, emulated; cuda-gpu: on"
 	@echo "                   the GPU that is there"
 	@echo "make bench         all benches as CSV, and what moved against tests/bench/baseline.csv"
@@ -144,14 +145,23 @@ fuzz: $(VENV)/tools.stamp
 	$(CTESTS) --fuzz $(T) --seconds $(SECONDS_PER_TARGET)
 
 # Whole models on every instruction set of this machine. The C tests of kernels go through all of
-# them by themselves; here once more with avx512bf16 emulated, for machines that lack it.
+# them by themselves; here once more with AVX-512 emulated, for machines that lack it.
 isa: $(VENV)/test.stamp
 	$(BIN)/qkv info
 	for isa in $$($(BIN)/python -c "$(USABLE_ISAS)"); do \
 		echo "== $$isa"; \
 		QKV_ISA=$$isa $(BIN)/python -m pytest -q -n $(JOBS) tests/test_models.py || exit 1; \
 	done
-	QKV_EMULATE_DPBF16=1 $(CTESTS) $(KERNEL_TESTS)
+	QKV_WERROR=1 QKV_EMULATE_AVX512=1 $(CTESTS) $(KERNEL_TESTS)
+
+# Whole models on AVX-512, emulated; built and found as the extension of pytest-asan is.
+isa-models: $(VENV)/test.stamp
+	QKV_EMULATE_AVX512=1 QKV_DEBUG=1 QKV_BUILD_BASE=build/emulated \
+	$(BIN)/python setup.py -q build_py build_clib build_ext
+	for isa in avx512 avx512bf16; do \
+		PYTHONPATH=$$(ls -d build/emulated/lib.*) QKV_ISA=$$isa $(BIN)/python -m pytest -q \
+			-p no:cacheprovider -n $(JOBS) tests/test_models.py || exit 1; \
+	done
 
 # NVIDIA's headers, 400 MB with the library; only where there is a compiler for them.
 $(VENV)/cublas.stamp: $(VENV)/tools.stamp

@@ -4,8 +4,8 @@ archive of its own so that only that archive is compiled with its instruction se
 With nvcc and NVIDIA's headers it also builds qkv/_qkv_cuda.so from kernels/cuda, which is opened at
 run time; nothing of CUDA is in _core.
 
-Environment: QKV_DEBUG=1 (asserts, -g), QKV_WERROR=1, QKV_EMULATE_DPBF16=1 (the avx512bf16 tier
-with its one missing instruction emulated: tests on machines that lack it), QKV_BUILD_BASE, CFLAGS.
+Environment: QKV_DEBUG=1 (asserts, -g), QKV_WERROR=1, QKV_EMULATE_AVX512=1 (its intrinsics are
+those of tests/c/emulated: tests on machines without AVX-512), QKV_BUILD_BASE, CFLAGS.
 CUDA: QKV_CUDA=0, 1 or auto (the default: where nvcc is), QKV_CUDA_ARCHS=80,90a, CUDA_HOME,
 QKV_CUBLAS_INCLUDE (the folder of cublasLt.h).
 `python setup.py build_ext --inplace` alone does not link: use `build_clib build_ext --inplace`.
@@ -36,6 +36,10 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 BF16 = [*AVX512, "-mavx512bf16", "-mavx512vbmi"]
 ISA_FLAGS = {"scalar": [], "avx2": AVX2, "avx512": AVX512, "avx512bf16": BF16}
+# For tests where it is not there: dispatch.c calls it usable, its intrinsics are the tests' own.
+EMULATE = ["-DQKV_EMULATE_AVX512=1"]
+EMULATED = [*EMULATE, "-Itests/c/emulated", *AVX2]
+EMULATED_ISAS = {"avx512": EMULATED, "avx512bf16": [*EMULATED, "-D__AVX512VBMI__"]}
 # -O1 with the inlining that the kernels live on: with -O2 the sanitizers compile for minutes.
 DEBUG_FLAGS = ["-O1", "-finline-functions", "-finline-small-functions", "-g1", "-UNDEBUG"]
 INCLUDE_DIRS = ["csrc", "kernels/cpu"]
@@ -56,8 +60,6 @@ def mode_flags() -> list[str]:
         flags += [*DEBUG_FLAGS, "-DQKV_DEBUG=1"]
     if flag_set("QKV_WERROR"):
         flags += ["-Werror"]
-    if flag_set("QKV_EMULATE_DPBF16"):
-        flags += ["-DQKV_EMULATE_DPBF16=1"]
     return flags
 
 
@@ -66,8 +68,12 @@ def isa_of(source: str) -> str:
 
 
 def isa_flags(name: str) -> list[str]:
-    emulated = name == "avx512bf16" and flag_set("QKV_EMULATE_DPBF16")
-    return AVX512 if emulated else ISA_FLAGS[name]
+    emulated = EMULATED_ISAS if flag_set("QKV_EMULATE_AVX512") else {}
+    return emulated.get(name, ISA_FLAGS[name])
+
+
+def dispatch_flags() -> list[str]:
+    return EMULATE if flag_set("QKV_EMULATE_AVX512") else []
 
 
 def host_sources(*, binding: bool) -> list[str]:
@@ -195,7 +201,7 @@ def build_folders() -> dict[str, dict[str, str]]:
     """One place for objects, by kind of build, for every command: setuptools would put those of an
     editable install into a temporary folder and compile all of them each time."""
     kind = "debug" if flag_set("QKV_DEBUG") else "release"
-    if flag_set("QKV_EMULATE_DPBF16"):
+    if flag_set("QKV_EMULATE_AVX512"):
         kind += "-emulated"
     base = os.environ.get("QKV_BUILD_BASE", os.path.join("build", kind))
     temp = os.path.join(base, f"temp-{sys.implementation.cache_tag}")
@@ -263,7 +269,7 @@ def main() -> None:
 
     plain, isas = kernel_sources()
     # The order matters to the linker: the dispatcher first, then the tables that it refers to.
-    libraries = [library("qkvcpu", plain, [])]
+    libraries = [library("qkvcpu", plain, dispatch_flags())]
     libraries += [
         library(f"qkv_{os.path.basename(p)[:-2]}", [p], isa_flags(isa_of(p))) for p in isas
     ]

@@ -59,6 +59,9 @@ static struct features detect(void)
     if (out.avx512 && a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0) {
         out.avx512bf16 = vbmi && has_all(a, 1u << 5);
     }
+#if defined(QKV_EMULATE_AVX512)
+    out.avx512 = out.avx512bf16 = out.avx2; /* by tests/c/emulated */
+#endif
     return out;
 }
 
@@ -74,11 +77,7 @@ static bool usable_avx512(void)
 
 static bool usable_avx512bf16(void)
 {
-#if defined(QKV_EMULATE_DPBF16)
-    return detect().avx512;
-#else
     return detect().avx512bf16;
-#endif
 }
 #endif
 

@@ -212,12 +212,16 @@ static inline vc vc_e5m2(const uint8_t *p)
 
 /* The same where bytes can be looked up (VBMI), in tables of the low and the high byte of each
  * magnitude. Not every processor with AVX-512 can: VEC_HAS_TABLES() asks. */
-#if defined(QKV_EMULATE_DPBF16)
+#if defined(__AVX512VBMI__)
+#define VEC_HAS_TABLES() 1
+#define VEC_TABLES
+#elif defined(QKV_EMULATE_AVX512)
 #define VEC_HAS_TABLES() 0 /* so that tests reach the other way, too */
+#define VEC_TABLES
 #else
 #define VEC_HAS_TABLES() __builtin_cpu_supports("avx512vbmi")
-#endif
 #define VEC_TABLES __attribute__((target("avx512vbmi")))
+#endif
 
 #define VC_8(x) x, x, x, x, x, x, x, x
 #define VC_16(x) VC_8(x), VC_8(x)

@@ -1,6 +1,7 @@
 """Builds and runs the C tests and the fuzz targets, without Python in them.
 
-  ctests.py [--variant plain|asan|tsan] [NAME ...]     tests/c/test_NAME.c, all by default
+  ctests.py [--variant plain|asan|tsan] [NAME ...]     tests/c/test_NAME.c, all by default; linked
+                                                       with tests/c/NAME_*.c
   ctests.py --fuzz-replay [NAME ...]                   tests/fuzz/fuzz_NAME.c over their corpus
   ctests.py --fuzz NAME --seconds 60                   libFuzzer where clang is, else our mutator
   ctests.py --bench [NAME ...]                         tests/bench/bench_NAME.c, optimized, CSV
@@ -47,15 +48,17 @@ class Build:
 
     def __init__(self, variant: str, out: Path, compiler: str, jobs: int) -> None:
         self.setup = load_setup()
-        emulated = "-emulated" if self.setup.flag_set("QKV_EMULATE_DPBF16") else ""
-        self.out = out / (variant + emulated)
+        self.objects = self.out = out / variant
+        if self.setup.flag_set("QKV_EMULATE_AVX512"):
+            self.out = out / (variant + "-emulated")
         self.compiler = compiler
         self.flags = VARIANTS[variant]
         if variant != "bench":
             os.environ["QKV_DEBUG"] = "1"
         self.jobs = jobs
         self.failed: list[str] = []
-        self.out.mkdir(parents=True, exist_ok=True)
+        self.objects.mkdir(parents=True, exist_ok=True)
+        self.out.mkdir(exist_ok=True)
 
     def is_stale(self, target: Path, command: list[str]) -> bool:
         """`target` is missing, was built by another command, or is older than what it read."""
@@ -72,7 +75,9 @@ class Build:
         return False
 
     def compile(self, source: str, flags: list[str]) -> Path:
-        target = self.out / (source.replace("/", "__")[: -len(".c")] + ".o")
+        # Only what is emulated differs from the plain objects.
+        folder = self.out if set(self.setup.EMULATE) <= set(flags) else self.objects
+        target = folder / (source.replace("/", "__")[: -len(".c")] + ".o")
         includes = [f"-I{path}" for path in [*self.setup.INCLUDE_DIRS, "tests/c"]]
         command = [self.compiler, *flags, *self.setup.mode_flags(), *self.flags, *includes]
         command += ["-MMD", "-c", source, "-o", str(target)]
@@ -94,7 +99,8 @@ class Build:
         plain, isas = self.setup.kernel_sources()
         kernel = self.setup.KERNEL_FLAGS
         work = [(path, self.setup.HOST_FLAGS) for path in self.setup.host_sources(binding=False)]
-        work += [(path, kernel) for path in plain]
+        dispatch = [*kernel, *self.setup.dispatch_flags()]
+        work += [(p, dispatch if p.endswith("/dispatch.c") else kernel) for p in plain]
         work += [(p, [*kernel, *self.setup.isa_flags(self.setup.isa_of(p))]) for p in isas]
         with ThreadPoolExecutor(self.jobs) as pool:
             objects = list(pool.map(lambda item: self.compile(*item), work))
@@ -177,6 +183,11 @@ def named(folder: str, prefix: str, names: list[str]) -> list[str]:
     return [str(found[name].relative_to(ROOT)) for name in names or found]
 
 
+def parts_of(test: str) -> list[str]:
+    found = (ROOT / "tests/c").glob(Path(test).stem[len("test_") :] + "_*.c")
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
 def corpus(source: str) -> list[str]:
     folder = ROOT / "tests/fuzz/corpus" / Path(source).stem[len("fuzz_") :]
     return sorted(str(path) for path in folder.glob("*") if path.is_file())
@@ -233,7 +244,7 @@ def main() -> int:
         programs = build.programs([[path, "tests/fuzz/replay_main.c"] for path in sources], archive)
     else:
         sources = named("tests/c", "test", args.names)
-        programs = build.programs([[path] for path in sources], archive)
+        programs = build.programs([[path, *parts_of(path)] for path in sources], archive)
     runs = []
     for source, program in zip(sources, programs, strict=True):
         if program is not None:
