@@ -54,6 +54,28 @@ static enum qkv_status find_arch(struct qkv_error *err, const char *name, bool g
                     where, name, known);
 }
 
+/* Of a class that is not known: its layer_types may say what it has. */
+static enum qkv_status name_layers(struct qkv_error *err, enum qkv_status status,
+                                   const struct qkv_class *class)
+{
+    const struct qkv_json_node *types = qkv_json_find(class->object, "layer_types");
+    if (types == NULL || types->type != QKV_JSON_ARRAY || qkv_class_lacks(class->name) != NULL) {
+        return status;
+    }
+    struct qkv_json_iter iter = qkv_json_iter(types);
+    const struct qkv_json_node *type;
+    while (qkv_json_next_element(&iter, &type)) {
+        if (type->type == QKV_JSON_STRING && strcmp(type->as.text, "full_attention") != 0 &&
+            strcmp(type->as.text, "sliding_attention") != 0) {
+            return qkv_fail(err, status,
+                            "%s: architecture \"%.64s\" is not supported: it has layers of type "
+                            "\"%.64s\", which this version lacks",
+                            class->object_name, class->name, type->as.text);
+        }
+    }
+    return status;
+}
+
 static void start_config(const struct arch *arch, struct qkv_model_config *out)
 {
     memset(out, 0, sizeof *out);
@@ -189,7 +211,10 @@ static enum qkv_status describe_json(struct qkv_error *err, const struct qkv_jso
     struct qkv_class class;
     QKV_TRY(qkv_class_of(err, root, &class));
     const struct arch *arch;
-    QKV_TRY(find_arch(err, class.name, false, &arch));
+    const enum qkv_status status = find_arch(err, class.name, false, &arch);
+    if (status != QKV_OK) {
+        return name_layers(err, status, &class);
+    }
     start_config(arch, out);
     note_quantized(root, out);
     const struct qkv_source source = {
