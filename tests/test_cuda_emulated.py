@@ -61,8 +61,11 @@ def assert_agrees(cpu: _core.Result, gpu: _core.Result, margin: float, what: Any
         assert abs(cpu.logprobs[i] - gpu.logprobs[i]) < margin, (what, i)
 
 
-def compare(path: Path, library: str, kv: str, *, margin: float = MARGIN, **options: Any) -> None:
-    """Greedy continuations of a few prompts on the CPU and on the emulated device."""
+def compare(
+    path: Path, library: str, kv: str, *, margin: float = MARGIN, **options: Any
+) -> dict[str, int]:
+    """Greedy continuations of a few prompts on the CPU and on the emulated device. How many of its
+    matrices are multiplied in which way."""
     checkpoint = _core.Checkpoint(str(path))
     config = checkpoint.model_config()
     checkpoint.close()
@@ -82,6 +85,8 @@ def compare(path: Path, library: str, kv: str, *, margin: float = MARGIN, **opti
     assert np.median(np.concatenate(apart)) < MEDIAN, (kv, options)
     for i in range(len(requests)):
         assert_agrees(cpu[i], gpu[i], margin, (kv, options, i))
+    products: dict[str, int] = info["products"]
+    return products
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -129,9 +134,55 @@ def test_tokens_of_fp8_by_fp8(tiny: Callable[..., Path], cuda_emulated: str) -> 
     that the CPU multiplies. So are those of the same device, which decodes."""
     target = METHODS["w8a8_fp8"].target
     options: dict[str, Any] = {"online": target, "activation_quant": "checkpoint"}
-    for arch in ("llama", "qwen3_moe"):
+    for arch, as_codes in (("llama", 14), ("qwen3_moe", 18)):
         path = tiny(arch)
-        compare(path, cuda_emulated, "bf16", margin=MARGIN_OF_E4M3, native_fp8=True, **options)
+        products = compare(
+            path, cuda_emulated, "bf16", margin=MARGIN_OF_E4M3, native_fp8=True, **options
+        )
+        assert products["cublaslt fp8"] == as_codes
+
+
+@pytest.mark.parametrize("method", ["mxfp8", "nvfp4"])
+def test_tokens_of_blocks_by_blocks(
+    tiny: Callable[..., Path], cuda_emulated: str, method: str
+) -> None:
+    """Codes with scales by block on both sides, multiplied as they are."""
+    path = tiny("llama", hidden_size=128, intermediate_size=256)
+    products = compare(
+        path, cuda_emulated, "bf16", margin=MARGIN_OF_E4M3, native_fp8=True, native_fp4=True,
+        online=METHODS[method].target, activation_quant="checkpoint",
+    )  # fmt: skip
+    assert products == {f"cublaslt {method}": 14, "cublaslt bf16": 2}
+
+
+def test_same_bits_of_blocks_of_128(tiny: Callable[..., Path], cuda_emulated: str) -> None:
+    """Alone and together. Not the CPU's bits: there the inputs, fp8 codes times scales that are no
+    powers of two, are rounded to bf16."""
+    path = tiny("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    engine = open_engine(
+        path, kv_tokens=LARGE, device="cuda-emulated", device_library=cuda_emulated,
+        online=METHODS["fp8_block"].target, activation_quant="checkpoint", native_fp8=True,
+        prefix_cache=False,
+    )  # fmt: skip
+    requests = greedy(2, 512, max_tokens=2)
+    alone = [run(engine, [request])[0] for request in requests]
+    together = run(engine, requests)
+    assert engine.info["products"] == {"cublaslt fp8 by 128": 7, "cublaslt bf16": 2}
+    engine.close()
+    for i, result in enumerate(alone):
+        assert difference(result, together[i]) == "", i
+
+
+@pytest.mark.parametrize("method, path_of", [("int4", "int8"), ("int8", "cublaslt int8")])
+def test_tokens_with_inputs_in_int8(
+    tiny: Callable[..., Path], cuda_emulated: str, method: str, path_of: str
+) -> None:
+    """Groups by our kernel, rows by cuBLASLt, with the sums of the CPU."""
+    path = tiny("llama", hidden_size=128, intermediate_size=256)
+    products = compare(
+        path, cuda_emulated, "bf16", online=METHODS[method].target, activation_quant="int8"
+    )
+    assert products[path_of] == 14
 
 
 @pytest.mark.slow
@@ -156,7 +207,7 @@ def test_refusals(tiny: Callable[..., Path], cuda_emulated: str) -> None:
     """What this backend does not do is said before a weight is loaded."""
     path = tiny("llama")
     options: dict[str, Any] = {"device": "cuda-emulated", "device_library": cuda_emulated}
-    with pytest.raises(_core.UnsupportedError, match="activation_quant int8 for every weight"):
+    with pytest.raises(_core.UnsupportedError, match="none of the .* is in integer codes"):
         open_engine(path, kv_tokens=64, activation_quant="int8", **options)
     wide = tiny("llama", head_dim=640)
     with pytest.raises(_core.UnsupportedError, match="k_dim.*640"):

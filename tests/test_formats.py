@@ -177,8 +177,9 @@ def test_the_choice_by_generation() -> None:
     assert len(set(archs)) == len(archs)
     assert {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"} <= set(archs)
     loaded = gemm_backends.Weights(
-        codes=["e4m3", "table of 16"], gguf_types=[], target="", n_online=0, dequantized=False
-    )
+        codes=["e4m3", "table of 16"], gguf_types=[], products={}, target="", n_online=0,
+        dequantized=False,
+    )  # fmt: skip
     for g in gemm_backends.GENERATIONS:
         for option, (name, why) in g.auto.items():
             assert name in gemm_backends.BACKENDS[option]

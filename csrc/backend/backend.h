@@ -28,7 +28,7 @@
 #include "quant/formats.h"
 #include "quant/matrix.h"
 
-enum { QKV_BACKEND_ABI = 8 };
+enum { QKV_BACKEND_ABI = 9 };
 
 struct qkv_device; /* one opened backend: threads, scratch memory, stream */
 struct qkv_buffer; /* zeroed bytes of device memory */
@@ -53,8 +53,9 @@ struct qkv_device_options {
     const struct qkv_allocator *allocator; /* NULL: qkv_block_alloc. Ignored by GPU backends */
     const char *fault; /* of the fault backend: what it damages; the others ignore it */
     int32_t ordinal;   /* which GPU, by the driver's numbers; the CPU ignores it */
-    bool native_fp8;   /* FP8 weights and inputs with a scale a row are multiplied as they are, by a
-                          GPU that can, else an error; the CPU ignores it */
+    bool native_fp8; /* FP8 weights and inputs, with scales by row or block, are multiplied as they
+                          are, by a GPU that can, else an error; the CPU ignores it */
+    bool native_fp4; /* the same of NVFP4 */
 };
 
 struct qkv_device_info {
@@ -296,6 +297,9 @@ struct qkv_backend {
                                      const struct qkv_matrix *desc, struct qkv_weight **out);
     void (*weight_destroy)(struct qkv_device *dev, struct qkv_weight *weight);
     size_t (*weight_bytes)(const struct qkv_weight *weight);
+    /* How it is multiplied by linear, or as an expert's by moe, in a word or two that last:
+     * "decode", "int8", "cublaslt mxfp8". */
+    const char *(*weight_path)(const struct qkv_weight *weight, bool expert);
 
     enum qkv_status (*rope_create)(struct qkv_error *err, struct qkv_device *dev,
                                    const struct qkv_rope_desc *desc, struct qkv_rope **out);

@@ -47,7 +47,8 @@ struct qkv_engine_options {
     const char *isa;                   /* NULL: the environment's or the best */
     enum qkv_compute compute;
     enum qkv_activations activations;
-    bool native_fp8;   /* of backend.h */
+    bool native_fp8; /* of backend.h */
+    bool native_fp4;
     int32_t n_threads; /* 0: all that the process may use */
     int32_t n_lanes;
     int32_t n_layers;                     /* of kv_formats; must be the model's */

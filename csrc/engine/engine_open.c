@@ -104,6 +104,7 @@ static enum qkv_status open_device(struct qkv_error *err, struct qkv_engine *eng
         .fault = fault,
         .ordinal = ordinal,
         .native_fp8 = options->native_fp8,
+        .native_fp4 = options->native_fp4,
     };
     return engine->backend->open(err, &device, &engine->device);
 }

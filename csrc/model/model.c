@@ -5,6 +5,7 @@
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/mem.h"
 #include "model/loader.h"
@@ -32,6 +33,19 @@ static enum qkv_status tensor_done(struct qkv_error *err, struct loader *loader,
     return QKV_OK;
 }
 
+static void count_path(struct qkv_model *model, const struct qkv_weight *weight, bool expert)
+{
+    const char *name = model->backend->weight_path(weight, expert);
+    for (int i = 0; i < QKV_MODEL_PATHS; i++) {
+        struct qkv_model_path *path = &model->counts.paths[i];
+        if (path->name == NULL || strcmp(path->name, name) == 0) {
+            path->name = name;
+            path->n++;
+            return;
+        }
+    }
+}
+
 /* Into the backend's packing. */
 static enum qkv_status pack_matrix(struct qkv_error *err, const struct loader *loader,
                                    const struct qkv_matrix *matrix, struct qkv_weight **out)
@@ -39,10 +53,9 @@ static enum qkv_status pack_matrix(struct qkv_error *err, const struct loader *l
     struct qkv_model *model = loader->model;
     struct qkv_form form;
     qkv_matrix_form(matrix, &form);
-    const bool integers = form.code == QKV_CODE_I8 || form.code == QKV_CODE_U8 ||
-                          form.code == QKV_CODE_I4 || form.code == QKV_CODE_U4;
     model->counts.n_inputs += matrix->input.quant != QKV_INPUT_NONE;
-    model->counts.n_int8_inputs += integers && matrix->input.quant == QKV_INPUT_INT8;
+    model->counts.n_int8_inputs +=
+        qkv_code_is_integer(form.code) && matrix->input.quant == QKV_INPUT_INT8;
     return model->backend->weight_create(err, model->device, matrix, out);
 }
 
@@ -134,8 +147,10 @@ enum qkv_status qkv_load_matrix(struct qkv_error *err, struct loader *loader, in
 {
     const struct qkv_stored *stored = qkv_bound_get(&loader->bound, layer, part)->matrix;
     *out = shared_end(loader, part, stored);
-    return *out != NULL ? qkv_load_done(err, loader, stored)
-                        : load_stored(err, loader, part, stored, out);
+    QKV_TRY(*out != NULL ? qkv_load_done(err, loader, stored)
+                         : load_stored(err, loader, part, stored, out));
+    count_path(loader->model, *out, false);
+    return QKV_OK;
 }
 
 /* Values of a vector as f32, in the order in which the model uses them. Free with free(). */
@@ -257,6 +272,7 @@ static enum qkv_status load_experts(struct qkv_error *err, struct loader *loader
             const struct qkv_bound_expert *bound = qkv_bound_expert(&loader->bound, layer, e, part);
             QKV_TRY(load_stored(err, loader, QKV_PART_GATE, bound->matrix,
                                 &plan->experts[e].weight[part]));
+            count_path(loader->model, plan->experts[e].weight[part], true);
             if (bound->bias != NULL) {
                 QKV_TRY(load_bias(err, loader, bound, &plan->experts[e].bias[part]));
             }

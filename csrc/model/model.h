@@ -46,11 +46,20 @@ struct qkv_model_int8 {
     int32_t n_int8;
 };
 
+/* Matrices that are multiplied in one way: a backend's word for it (weight_path of backend.h). */
+struct qkv_model_path {
+    const char *name; /* NULL: no more */
+    int32_t n;
+};
+
+enum { QKV_MODEL_PATHS = 12 };
+
 struct qkv_model_counts {
     int32_t n_online; /* quantized while loading */
     int32_t n_left;   /* of those that should have been: their rows do not divide into groups */
     int32_t n_inputs; /* want quantized inputs */
     int32_t n_int8_inputs; /* of these: int8, with weights in integer codes */
+    struct qkv_model_path paths[QKV_MODEL_PATHS];
 };
 
 struct qkv_model_memory {

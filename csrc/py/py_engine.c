@@ -96,6 +96,19 @@ static PyObject *engine_close(PyObject *object, PyObject *unused)
 
 /* ---- questions ---- */
 
+static PyObject *build_paths(const struct qkv_model_path paths[QKV_MODEL_PATHS])
+{
+    PyObject *result = PyDict_New();
+    for (int i = 0; result != NULL && i < QKV_MODEL_PATHS && paths[i].name != NULL; i++) {
+        PyObject *n = PyLong_FromLong(paths[i].n);
+        if (n == NULL || PyDict_SetItemString(result, paths[i].name, n) < 0) {
+            Py_CLEAR(result);
+        }
+        Py_XDECREF(n);
+    }
+    return result;
+}
+
 /* Of a set of weights: how many matrices, and how they are multiplied. */
 static PyObject *build_set(const struct qkv_engine_info *info, enum qkv_phase phase)
 {
@@ -106,8 +119,9 @@ static PyObject *build_set(const struct qkv_engine_info *info, enum qkv_phase ph
     } else if (as_stored && info->compute == QKV_COMPUTE_BF16) {
         n_int8 = info->counts[phase].n_int8_inputs;
     }
-    return Py_BuildValue("{s:i,s:i,s:i,s:i,s:i}", "matrices", info->int8[phase].n_matrices,
-                         "int8_matrices", n_int8, "quantized_inputs",
+    return Py_BuildValue("{s:N,s:i,s:i,s:i,s:i,s:i}", "products",
+                         build_paths(info->counts[phase].paths), "matrices",
+                         info->int8[phase].n_matrices, "int8_matrices", n_int8, "quantized_inputs",
                          as_stored ? info->counts[phase].n_inputs : 0, "online_matrices",
                          info->counts[phase].n_online, "online_left", info->counts[phase].n_left);
 }
@@ -543,9 +557,9 @@ static PyMethodDef engine_methods[] = {
 static PyGetSetDef engine_getset[] = {
     {"info", engine_info, NULL,
      "device, isa, threads, compute_dtype, activation_quant, matrices and of them int8_matrices\n"
-     "(multiplied in int8), prefill (the same counts of a second set of weights, or None),\n"
-     "query_dtype, config (as Checkpoint.model_config), kv_tokens, max_model_len, max_running,\n"
-     "chunk_tokens, n_lanes, max_logit_rows.",
+     "(multiplied in int8), products (by how they are multiplied), prefill (the same counts of a\n"
+     "second set of weights, or None), query_dtype, config (as Checkpoint.model_config),\n"
+     "kv_tokens, max_model_len, max_running, chunk_tokens, n_lanes, max_logit_rows.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

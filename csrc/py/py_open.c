@@ -13,7 +13,7 @@ const char qkv_py_engine_doc[] =
     "       online=None, prefill=None, threads=0,\n"
     "       compute_dtype='bf16', device='auto', isa=None, max_running=64, chunk_tokens=512,\n"
     "       max_model_len=0, prefix_cache=True, offline=True, progress=None, log=None,\n"
-    "       device_library=None, native_fp8=False)\n"
+    "       device_library=None, native_fp8=False, native_fp4=False)\n"
     "--\n\n"
     "A model on a device with its KV pools. Sequences in, tokens out; one sample each.\n\n"
     "path: a folder, a .safetensors or a .gguf file. kv_formats[lane][layer] = (K's, V's format);\n"
@@ -23,8 +23,8 @@ const char qkv_py_engine_doc[] =
     "'fp8_e4m3' quantizes the queries in attention. activation_quant 'int8' quantizes rows of\n"
     "activations for the products with weights in integer codes; UnsupportedError if there is\n"
     "no such weight. 'checkpoint': as each matrix wants its input. device_library: the path of\n"
-    "the backend that 'cuda:0' and 'cuda-emulated' name. native_fp8: FP8 weights and inputs with\n"
-    "a scale a row are multiplied as they are, by a GPU that can. online: what matrices are\n"
+    "the backend that 'cuda:0' and 'cuda-emulated' name. native_fp8, native_fp4: FP8 and NVFP4\n"
+    "weights and inputs are multiplied as they are, by a GPU that can. online: what matrices are\n"
     "quantized to while loading. prefill: a second set of weights of the model, for the positions\n"
     "of prompts, as (path, matrices, arrays, online); the others then are for generated ones.\n"
     "threads 0: all that the process may use;\n"
@@ -291,6 +291,7 @@ struct open_args {
     int prefix_cache, offline;
     PyObject *progress, *log;
     int native_fp8;
+    int native_fp4;
 };
 
 /* A path, or None. */
@@ -304,21 +305,38 @@ static int convert_library(PyObject *object, void *out)
 
 static int parse_open(PyObject *args, PyObject *kwargs, struct open_args *a)
 {
-    static char *names[] = {"path",           "kv_formats",    "kv_tokens",
-                            "kv_scales",      "query_dtype",   "activation_quant",
-                            "matrices",       "arrays",        "online",
-                            "prefill",        "threads",       "compute_dtype",
-                            "device",         "isa",           "max_running",
-                            "chunk_tokens",   "max_model_len", "prefix_cache",
-                            "offline",        "progress",      "log",
-                            "device_library", "native_fp8",    NULL};
+    static char *names[] = {"path",
+                            "kv_formats",
+                            "kv_tokens",
+                            "kv_scales",
+                            "query_dtype",
+                            "activation_quant",
+                            "matrices",
+                            "arrays",
+                            "online",
+                            "prefill",
+                            "threads",
+                            "compute_dtype",
+                            "device",
+                            "isa",
+                            "max_running",
+                            "chunk_tokens",
+                            "max_model_len",
+                            "prefix_cache",
+                            "offline",
+                            "progress",
+                            "log",
+                            "device_library",
+                            "native_fp8",
+                            "native_fp4",
+                            NULL};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&|$OOOssOOzOOsszOOOppOOO&p:Engine", names, PyUnicode_FSConverter,
+            args, kwargs, "O&|$OOOssOOzOOsszOOOppOOO&pp:Engine", names, PyUnicode_FSConverter,
             &a->path, &a->kv_formats, &a->kv_tokens, &a->kv_scales, &a->query_dtype,
             &a->activation_quant, &a->matrices, &a->arrays, &a->online, &a->prefill, &a->threads,
             &a->compute_dtype, &a->device, &a->isa, &a->max_running, &a->chunk_tokens,
             &a->max_model_len, &a->prefix_cache, &a->offline, &a->progress, &a->log,
-            convert_library, &a->device_library, &a->native_fp8)) {
+            convert_library, &a->device_library, &a->native_fp8, &a->native_fp4)) {
         return -1;
     }
     if (a->kv_formats == NULL || a->kv_tokens == NULL) {
@@ -354,6 +372,7 @@ static int convert_open(const struct open_args *a, struct qkv_py_engine *self,
     o->device_library = a->device_library != NULL ? PyBytes_AS_STRING(a->device_library) : NULL;
     o->isa = a->isa;
     o->native_fp8 = a->native_fp8 != 0;
+    o->native_fp4 = a->native_fp4 != 0;
     o->prefix_cache = a->prefix_cache != 0;
     o->offline = a->offline != 0;
     if (self->log != NULL) {

@@ -24,6 +24,11 @@ const struct qkv_format_traits *qkv_format_traits(enum qkv_format format)
     return &traits[format];
 }
 
+bool qkv_code_is_integer(enum qkv_code code)
+{
+    return code == QKV_CODE_I8 || code == QKV_CODE_U8 || code == QKV_CODE_I4 || code == QKV_CODE_U4;
+}
+
 enum qkv_format qkv_format_from_gguf(uint32_t gguf_id)
 {
     for (int i = 0; i < QKV_FORMAT_COUNT; i++) {

@@ -2,6 +2,7 @@
 #ifndef QKV_QUANT_FORMATS_H
 #define QKV_QUANT_FORMATS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 enum qkv_format {
@@ -51,6 +52,8 @@ struct qkv_format_traits {
 
 /* Never NULL for a format below QKV_FORMAT_COUNT. */
 const struct qkv_format_traits *qkv_format_traits(enum qkv_format format);
+/* Whether codes are integers: products of them with an input in int8 can be exact. */
+bool qkv_code_is_integer(enum qkv_code code);
 
 /* QKV_FORMAT_COUNT if there is none. */
 enum qkv_format qkv_format_from_gguf(uint32_t gguf_id);

@@ -196,7 +196,7 @@ static enum qkv_status device_supports(struct qkv_error *err, const struct qkv_d
         }
     }
     if (query->int8 != NULL &&
-        (dev->activations != QKV_ACTIVATIONS_INT8 || !qkv_cpu_takes_int8(query->int8->code))) {
+        (dev->activations != QKV_ACTIVATIONS_INT8 || !qkv_code_is_integer(query->int8->code))) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED, "activations stay in %s",
                         dev->compute == QKV_COMPUTE_F32 ? "float32" : "bf16");
     }
@@ -243,6 +243,7 @@ static const struct qkv_backend cpu_backend = {
     .weight_create = qkv_cpu_weight_create,
     .weight_destroy = qkv_cpu_weight_destroy,
     .weight_bytes = qkv_cpu_weight_bytes,
+    .weight_path = qkv_cpu_weight_path,
     .rope_create = qkv_cpu_rope_create,
     .rope_destroy = qkv_cpu_rope_destroy,
     .kv_create = qkv_cpu_kv_create,

@@ -66,8 +66,7 @@ enum qkv_status qkv_cpu_weight_create(struct qkv_error *err, struct qkv_device *
                                       const struct qkv_matrix *matrix, struct qkv_weight **out);
 void qkv_cpu_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight);
 size_t qkv_cpu_weight_bytes(const struct qkv_weight *weight);
-/* Whether weights in such codes can be multiplied with activations in int8. */
-bool qkv_cpu_takes_int8(enum qkv_code code);
+const char *qkv_cpu_weight_path(const struct qkv_weight *weight, bool expert);
 
 /* cpu_linear.c */
 enum qkv_status qkv_cpu_embed(struct qkv_error *err, struct qkv_device *dev,

@@ -31,11 +31,6 @@ static enum qkv_pack pack_of(const struct qkv_form *form, enum qkv_compute compu
     return (enum qkv_pack)packs[form->code];
 }
 
-bool qkv_cpu_takes_int8(enum qkv_code code)
-{
-    return code == QKV_CODE_I8 || code == QKV_CODE_U8 || code == QKV_CODE_I4 || code == QKV_CODE_U4;
-}
-
 static size_t place(size_t *end, size_t n_bytes)
 {
     size_t offset = *end;
@@ -109,7 +104,7 @@ static struct qkv_input plan_input(const struct qkv_matrix *matrix, enum qkv_cod
     struct qkv_input input = {.quant = QKV_INPUT_NONE};
     if (activations == QKV_ACTIVATIONS_CHECKPOINT) {
         input = matrix->input;
-    } else if (activations == QKV_ACTIVATIONS_INT8 && qkv_cpu_takes_int8(code)) {
+    } else if (activations == QKV_ACTIVATIONS_INT8 && qkv_code_is_integer(code)) {
         input.quant = QKV_INPUT_INT8;
     }
     return input;
@@ -140,7 +135,7 @@ static void plan_layout(const struct qkv_matrix *matrix, const struct qkv_form *
 {
     w->input = plan_input(matrix, form->code, activations);
     w->bytes = w->input.quant == QKV_INPUT_INT8 && compute == QKV_COMPUTE_BF16 &&
-               qkv_cpu_takes_int8(form->code);
+               qkv_code_is_integer(form->code);
     w->pack = pack_of(form, compute, w->bytes);
     w->n_out = (int32_t)matrix->n_out;
     w->k_in = (int32_t)matrix->k_in;
@@ -304,6 +299,15 @@ void qkv_cpu_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight)
 size_t qkv_cpu_weight_bytes(const struct qkv_weight *weight)
 {
     return weight->n_bytes;
+}
+
+const char *qkv_cpu_weight_path(const struct qkv_weight *weight, bool expert)
+{
+    (void)expert;
+    return weight->bytes                         ? "int8"
+           : weight->pack == QKV_PACK_F32        ? "float32"
+           : qkv_cpu_code_bits(weight->pack) > 8 ? "bf16"
+                                                 : "decode";
 }
 
 /* ---- one row back ---- */

@@ -5,30 +5,35 @@
 
 #include "device.cuh"
 
-/* What x and w are in, and the sums: fp32, and int32 of INT8. F32 is the reference arithmetic's,
- * and not multiplied here. */
+/* What x and w are in, and the sums: fp32, and int32 of INT8. Three have scales by block
+ * (block_scale.cuh). F32 is the reference arithmetic's, and not multiplied here. */
 enum qkv_cuda_kind {
     QKV_CUDA_BF16,
     QKV_CUDA_E4M3,
     QKV_CUDA_INT8,
+    QKV_CUDA_E4M3_128,
+    QKV_CUDA_MXFP8,
+    QKV_CUDA_NVFP4, /* e2m1, two codes a byte, the first below */
     QKV_CUDA_KINDS,
     QKV_CUDA_F32 = QKV_CUDA_KINDS
 };
 
-/* y[r, n] (+)= sum over k of x[r, k] * w[n, k]; all on the device. */
+/* y[r, n] (+)= sum over k of x[r, k] * w[n, k], each times its block's scale; all on the device. */
 struct qkv_cuda_gemm {
     enum qkv_cuda_kind kind;
-    const void *x; /* [n_rows, k] */
-    const void *w; /* [n_out, k] */
-    void *y;       /* [n_rows, y_stride] */
-    int32_t n_rows;
+    const void *x;       /* [n_rows, k] */
+    const void *w;       /* [n_out, k] */
+    const void *x_scale; /* of blocks, 16-byte aligned; or NULL */
+    const void *w_scale;
+    void *y;        /* [n_rows, y_stride] */
+    int32_t n_rows; /* of all but BF16 a multiple of QKV_CUDA_ROWS_PAD */
     int32_t n_out;
     int32_t k; /* a multiple of QKV_CUDA_K_PAD */
     int64_t y_stride;
     bool add; /* BF16 alone */
 };
 
-enum { QKV_CUDA_K_PAD = 64 };
+enum { QKV_CUDA_K_PAD = 64, QKV_CUDA_ROWS_PAD = 16 };
 
 enum qkv_status qkv_cuda_blas_open(struct qkv_error *err, struct qkv_device *dev);
 void qkv_cuda_blas_close(struct qkv_device *dev);

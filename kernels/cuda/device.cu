@@ -18,12 +18,12 @@ void qkv_cuda_free(void *data)
     free(data);
 }
 
-static enum qkv_status alloc_pinned(struct qkv_error *err, size_t n_bytes, void **out)
+enum qkv_status qkv_cuda_alloc_pinned(struct qkv_error *err, size_t n_bytes, void **out)
 {
     return qkv_calloc(err, n_bytes, 1, out);
 }
 
-static void free_pinned(void *data)
+void qkv_cuda_free_pinned(void *data)
 {
     free(data);
 }
@@ -60,10 +60,10 @@ enum qkv_status qkv_cuda_launch_raw(struct qkv_error *err, struct qkv_device *de
                                     const void *kernel, void *caller, dim3 grid, dim3 block,
                                     size_t shared_bytes, const void *params)
 {
-    (void)dev;
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) {
         return QKV_OK;
     }
+    QKV_TRY(qkv_cuda_after_loads(err, dev));
     emulate::kernel_body body;
     memcpy(&body, &caller, sizeof body);
     const char *failure = emulate::run(grid, block, shared_bytes, body, kernel, params);
@@ -92,7 +92,7 @@ static void close_stream(struct qkv_device *dev)
 #else
 
 /* A sticky error of the driver poisons the context: every later call reports it again. */
-static enum qkv_status check(struct qkv_error *err, cudaError_t code, const char *what)
+enum qkv_status qkv_cuda_check(struct qkv_error *err, cudaError_t code, const char *what)
 {
     if (code == cudaSuccess) {
         return QKV_OK;
@@ -117,9 +117,12 @@ enum qkv_status qkv_cuda_alloc(struct qkv_error *err, size_t n_bytes, void **out
                         cudaGetErrorString(code));
     }
     code = cudaMemset(data, 0, n);
+    if (code == cudaSuccess) {
+        code = cudaStreamSynchronize(NULL); /* no other stream waits for that one */
+    }
     if (code != cudaSuccess) {
         (void)cudaFree(data);
-        return check(err, code, "cudaMemset");
+        return qkv_cuda_check(err, code, "cudaMemset");
     }
     *out = data;
     return QKV_OK;
@@ -130,12 +133,12 @@ void qkv_cuda_free(void *data)
     (void)cudaFree(data);
 }
 
-static enum qkv_status alloc_pinned(struct qkv_error *err, size_t n_bytes, void **out)
+enum qkv_status qkv_cuda_alloc_pinned(struct qkv_error *err, size_t n_bytes, void **out)
 {
-    return check(err, cudaMallocHost(out, n_bytes), "cudaMallocHost");
+    return qkv_cuda_check(err, cudaMallocHost(out, n_bytes), "cudaMallocHost");
 }
 
-static void free_pinned(void *data)
+void qkv_cuda_free_pinned(void *data)
 {
     (void)cudaFreeHost(data);
 }
@@ -144,18 +147,19 @@ static enum qkv_status copy(struct qkv_error *err, struct qkv_device *dev, void 
                             const void *from, size_t n_bytes, bool to_device)
 {
     cudaMemcpyKind kind = to_device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
-    return check(err, cudaMemcpyAsync(to, from, n_bytes, kind, stream_of(dev)), "cudaMemcpyAsync");
+    return qkv_cuda_check(err, cudaMemcpyAsync(to, from, n_bytes, kind, stream_of(dev)),
+                          "cudaMemcpyAsync");
 }
 
 static enum qkv_status wait_stream(struct qkv_error *err, struct qkv_device *dev)
 {
-    return check(err, cudaStreamSynchronize(stream_of(dev)), "the stream");
+    return qkv_cuda_check(err, cudaStreamSynchronize(stream_of(dev)), "the stream");
 }
 
 enum qkv_status qkv_cuda_zero(struct qkv_error *err, struct qkv_device *dev, void *to,
                               size_t n_bytes)
 {
-    return check(err, cudaMemsetAsync(to, 0, n_bytes, stream_of(dev)), "cudaMemsetAsync");
+    return qkv_cuda_check(err, cudaMemsetAsync(to, 0, n_bytes, stream_of(dev)), "cudaMemsetAsync");
 }
 
 enum qkv_status qkv_cuda_launch_raw(struct qkv_error *err, struct qkv_device *dev, const char *name,
@@ -166,14 +170,16 @@ enum qkv_status qkv_cuda_launch_raw(struct qkv_error *err, struct qkv_device *de
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) {
         return QKV_OK;
     }
+    QKV_TRY(qkv_cuda_after_loads(err, dev));
     if (shared_bytes > 48 << 10) {
-        QKV_TRY(check(err,
-                      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           (int)shared_bytes),
-                      name));
+        QKV_TRY(
+            qkv_cuda_check(err,
+                           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                (int)shared_bytes),
+                           name));
     }
     void *arguments[1] = {(void *)params};
-    return check(
+    return qkv_cuda_check(
         err, cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream_of(dev)), name);
 }
 
@@ -189,9 +195,10 @@ static enum qkv_status open_stream(struct qkv_error *err, struct qkv_device *dev
     if (dev->ordinal >= n) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED, "device cuda:%d: there are %d", dev->ordinal, n);
     }
-    QKV_TRY(check(err, cudaSetDevice(dev->ordinal), "cudaSetDevice"));
+    QKV_TRY(qkv_cuda_check(err, cudaSetDevice(dev->ordinal), "cudaSetDevice"));
     cudaDeviceProp about;
-    QKV_TRY(check(err, cudaGetDeviceProperties(&about, dev->ordinal), "cudaGetDeviceProperties"));
+    QKV_TRY(qkv_cuda_check(err, cudaGetDeviceProperties(&about, dev->ordinal),
+                           "cudaGetDeviceProperties"));
     if (about.major < 8) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
                         "device cuda:%d: %s is sm_%d%d, sm_80 is the least", dev->ordinal,
@@ -204,10 +211,16 @@ static enum qkv_status open_stream(struct qkv_error *err, struct qkv_device *dev
                         "fp8_gemm_backend \"decode\", or \"auto\"",
                         dev->ordinal, dev->arch);
     }
+    if (dev->native_fp4 && about.major < 10) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
+                        "device cuda:%d: %s has no FP4 units, sm_100 is the least: "
+                        "fp4_gemm_backend \"decode\", or \"auto\"",
+                        dev->ordinal, dev->arch);
+    }
     dev->n_sms = about.multiProcessorCount;
     cudaStream_t stream;
-    QKV_TRY(
-        check(err, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate"));
+    QKV_TRY(qkv_cuda_check(err, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking),
+                           "cudaStreamCreate"));
     dev->stream = stream;
     return QKV_OK;
 }
@@ -234,8 +247,8 @@ static enum qkv_status grow(struct qkv_error *err, struct qkv_device *dev,
     size_t want = qkv_round_up(n_bytes + n_bytes / 4, 4096);
     void *data = NULL;
     QKV_TRY(wait_stream(err, dev));
-    QKV_TRY(pinned ? alloc_pinned(err, want, &data) : qkv_cuda_alloc(err, want, &data));
-    (pinned ? free_pinned : qkv_cuda_free)(block->data);
+    QKV_TRY(pinned ? qkv_cuda_alloc_pinned(err, want, &data) : qkv_cuda_alloc(err, want, &data));
+    (pinned ? qkv_cuda_free_pinned : qkv_cuda_free)(block->data);
     block->data = data;
     block->n_bytes = want;
     return QKV_OK;
@@ -331,6 +344,7 @@ enum qkv_status qkv_cuda_to_device(struct qkv_error *err, struct qkv_device *dev
 enum qkv_status qkv_cuda_to_host(struct qkv_error *err, struct qkv_device *dev, void *host,
                                  const void *from, size_t n_bytes)
 {
+    QKV_TRY(qkv_cuda_after_loads(err, dev));
     QKV_TRY(copy(err, dev, host, from, n_bytes, false));
     return wait_stream(err, dev);
 }
@@ -398,13 +412,14 @@ void qkv_cuda_close(struct qkv_device *dev)
         return;
     }
     (void)wait_stream(NULL, dev);
+    qkv_cuda_load_close(dev);
     qkv_cuda_forget_experts(dev);
     qkv_cuda_forget_heads(dev);
     qkv_cuda_blas_close(dev);
     for (int i = 0; i < QKV_CUDA_SLOTS; i++) {
         qkv_cuda_free(dev->scratch[i].data);
     }
-    free_pinned(dev->stage_host.data);
+    qkv_cuda_free_pinned(dev->stage_host.data);
     qkv_cuda_free(dev->stage_device.data);
     close_stream(dev);
     free(dev->pending);
@@ -417,10 +432,8 @@ enum qkv_status qkv_cuda_open(struct qkv_error *err, const struct qkv_device_opt
     if (options->compute != QKV_COMPUTE_BF16 && options->compute != QKV_COMPUTE_F32) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "compute: %d is no arithmetic", options->compute);
     }
-    if (options->activations == QKV_ACTIVATIONS_INT8) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "activation_quant int8 for every weight: not on this device, only as a "
-                        "checkpoint wants it");
+    if (options->activations == QKV_ACTIVATIONS_INT8 && options->compute == QKV_COMPUTE_F32) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "activations in int8: not with compute float32");
     }
     if (options->isa != NULL) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "isa %s: of the CPU backend, not of this one",
@@ -433,6 +446,7 @@ enum qkv_status qkv_cuda_open(struct qkv_error *err, const struct qkv_device_opt
     dev->compute = options->compute;
     dev->activations = options->activations;
     dev->native_fp8 = options->native_fp8;
+    dev->native_fp4 = options->native_fp4;
     dev->n_threads = options->n_threads;
     if (options->log != NULL) {
         dev->log = *options->log;

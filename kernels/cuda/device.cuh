@@ -28,6 +28,16 @@ struct qkv_cuda_block {
     size_t n_bytes;
 };
 
+/* What weights are loaded through: two pinned buffers that are filled by turns, and a stream of
+ * their own, so that the host packs into one while the other is copied. */
+struct qkv_cuda_loader {
+    struct qkv_cuda_block buffers[2]; /* host */
+    void *done[2];                    /* cudaEvent_t: the last copy out of each */
+    void *stream;
+    int current;
+    bool pending; /* the device's stream has not waited for the copies yet */
+};
+
 struct qkv_buffer {
     void *data; /* device */
     size_t n_bytes;
@@ -109,9 +119,11 @@ struct qkv_device {
     enum qkv_compute compute;
     enum qkv_activations activations;
     bool native_fp8;
+    bool native_fp4;
     struct qkv_log log;
     int32_t n_threads; /* of the host, for packing weights */
     void *stream;      /* cudaStream_t */
+    struct qkv_cuda_loader loader;
     struct qkv_cuda_blas *blas;
     struct qkv_cuda_block scratch[QKV_CUDA_SLOTS];
     struct qkv_cuda_block stage_host; /* pinned */
@@ -130,6 +142,14 @@ struct qkv_device {
 };
 
 /* ---- memory ---- */
+
+#if !defined(QKV_EMULATE)
+enum qkv_status qkv_cuda_check(struct qkv_error *err, cudaError_t code, const char *what);
+#endif
+
+/* Host memory that copies need not stop at. */
+enum qkv_status qkv_cuda_alloc_pinned(struct qkv_error *err, size_t n_bytes, void **out);
+void qkv_cuda_free_pinned(void *data);
 
 /* Zeroed device memory. */
 enum qkv_status qkv_cuda_alloc(struct qkv_error *err, size_t n_bytes, void **out);
@@ -158,6 +178,23 @@ enum qkv_status qkv_cuda_send_to(struct qkv_error *err, struct qkv_device *dev,
 enum qkv_status qkv_cuda_fetch(struct qkv_error *err, struct qkv_device *dev,
                                const struct qkv_cuda_piece *piece, size_t offset, void *host,
                                size_t n_bytes);
+
+/* load.cu. Slab by slab: a buffer to fill, whose earlier contents have been copied; then copies out
+ * of the one that was taken last, which may last beyond the call. What is launched later comes
+ * after them. */
+size_t qkv_cuda_slab_bytes(void); /* as large as a slab should be */
+enum qkv_status qkv_cuda_load_take(struct qkv_error *err, struct qkv_device *dev, size_t n_bytes,
+                                   void **host);
+enum qkv_status qkv_cuda_load_send(struct qkv_error *err, struct qkv_device *dev, void *to,
+                                   size_t offset, size_t n_bytes);
+/* An array that lies elsewhere on the host, through the same buffers. */
+enum qkv_status qkv_cuda_load(struct qkv_error *err, struct qkv_device *dev, void *to,
+                              const void *host, size_t n_bytes);
+/* Before memory that was loaded into is freed. */
+void qkv_cuda_load_wait(struct qkv_device *dev);
+void qkv_cuda_load_close(struct qkv_device *dev);
+/* What follows on the device's stream comes after all that was loaded. */
+enum qkv_status qkv_cuda_after_loads(struct qkv_error *err, struct qkv_device *dev);
 
 /* weight.cu: for the checks of contract.h. */
 extern const struct qkv_sizes qkv_cuda_sizes;
@@ -224,6 +261,7 @@ enum qkv_status qkv_cuda_weight_create(struct qkv_error *err, struct qkv_device 
                                        const struct qkv_matrix *desc, struct qkv_weight **out);
 void qkv_cuda_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight);
 size_t qkv_cuda_weight_bytes(const struct qkv_weight *weight);
+const char *qkv_cuda_weight_path(const struct qkv_weight *weight, bool expert);
 
 /* linear.cu */
 enum qkv_status qkv_cuda_linear(struct qkv_error *err, struct qkv_device *dev,

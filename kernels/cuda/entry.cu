@@ -1,5 +1,5 @@
 /* The one exported symbol, and the table behind it. */
-#include "device.cuh"
+#include "weight.cuh"
 
 static enum qkv_status supports(struct qkv_error *err, const struct qkv_device *dev,
                                 const struct qkv_support_query *query)
@@ -11,7 +11,8 @@ static enum qkv_status supports(struct qkv_error *err, const struct qkv_device *
                             traits->name);
         }
     }
-    if (query->int8 != NULL) {
+    if (query->int8 != NULL &&
+        (dev->activations != QKV_ACTIVATIONS_INT8 || !qkv_code_is_integer(query->int8->code))) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED, "activations stay in bf16");
     }
     if (query->k_format < QKV_KV_FORMAT_COUNT || query->v_format < QKV_KV_FORMAT_COUNT) {
@@ -37,6 +38,7 @@ static const struct qkv_backend table = {
     qkv_cuda_weight_create,
     qkv_cuda_weight_destroy,
     qkv_cuda_weight_bytes,
+    qkv_cuda_weight_path,
     qkv_cuda_rope_create,
     qkv_cuda_rope_destroy,
     qkv_cuda_kv_create,
@@ -60,7 +62,7 @@ static const struct qkv_backend table = {
     qkv_cuda_divergence,
     qkv_cuda_sync,
 };
-static_assert(sizeof table == (2 + 33) * sizeof(void *), "backend.h has another function");
+static_assert(sizeof table == (2 + 34) * sizeof(void *), "backend.h has another function");
 
 extern "C" __attribute__((visibility("default"))) const struct qkv_backend *qkv_cuda_backend(void)
 {

@@ -5,7 +5,7 @@
  * stay, and none may split k and add the parts (reduction scheme NONE). What that costs at small
  * numbers of rows is for a GPU to say. Descriptors live as long as the device; a step only sets
  * sizes in them. */
-#include "blas.cuh"
+#include "block_scale.cuh"
 
 #include <cublasLt.h>
 #include <dlfcn.h>
@@ -36,7 +36,7 @@ struct chosen {
     cublasLtMatmulAlgo_t algorithm;
 };
 
-/* Descriptors of one kind of products. */
+/* Descriptors of one kind of products; none where this version of the library has not got it. */
 struct described {
     cublasLtMatmulDesc_t product;
     cublasLtMatrixLayout_t w; /* column-major, as the library has it: [k, n_out] */
@@ -97,11 +97,32 @@ static enum qkv_status find_functions(struct qkv_error *err, struct qkv_cuda_bla
     return QKV_OK;
 }
 
+/* How scales by block lie, of both sides. */
+static enum qkv_status set_scale_modes(struct qkv_error *err, struct qkv_cuda_blas *blas,
+                                       enum qkv_cuda_kind kind, cublasLtMatmulDesc_t product)
+{
+    int32_t mode = kind == QKV_CUDA_E4M3_128 ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
+                   : kind == QKV_CUDA_MXFP8  ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0
+                                             : CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3;
+    if (qkv_cuda_block(kind) == 0) {
+        return QKV_OK;
+    }
+    QKV_TRY(check(err,
+                  blas->cublasLtMatmulDescSetAttribute_(product, CUBLASLT_MATMUL_DESC_A_SCALE_MODE,
+                                                        &mode, sizeof mode),
+                  "the scales of weights"));
+    return check(err,
+                 blas->cublasLtMatmulDescSetAttribute_(product, CUBLASLT_MATMUL_DESC_B_SCALE_MODE,
+                                                       &mode, sizeof mode),
+                 "the scales of inputs");
+}
+
 /* Of FP8 the library's fast accumulation stays off, as it is at first. */
 static enum qkv_status describe(struct qkv_error *err, struct qkv_cuda_blas *blas,
                                 enum qkv_cuda_kind kind, struct described *out)
 {
-    static const cudaDataType_t inputs[QKV_CUDA_KINDS] = {CUDA_R_16BF, CUDA_R_8F_E4M3, CUDA_R_8I};
+    static const cudaDataType_t inputs[QKV_CUDA_KINDS] = {
+        CUDA_R_16BF, CUDA_R_8F_E4M3, CUDA_R_8I, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, CUDA_R_4F_E2M1};
     cublasComputeType_t compute = kind == QKV_CUDA_INT8 ? CUBLAS_COMPUTE_32I : CUBLAS_COMPUTE_32F;
     cudaDataType_t sums = kind == QKV_CUDA_INT8 ? CUDA_R_32I : CUDA_R_32F;
     cublasOperation_t transposed = CUBLAS_OP_T;
@@ -111,6 +132,7 @@ static enum qkv_status describe(struct qkv_error *err, struct qkv_cuda_blas *bla
                   blas->cublasLtMatmulDescSetAttribute_(out->product, CUBLASLT_MATMUL_DESC_TRANSA,
                                                         &transposed, sizeof transposed),
                   "the transposition"));
+    QKV_TRY(set_scale_modes(err, blas, kind, out->product));
     QKV_TRY(check(err, blas->cublasLtMatrixLayoutCreate_(&out->w, inputs[kind], 64, 64, 64),
                   "a layout"));
     QKV_TRY(check(err, blas->cublasLtMatrixLayoutCreate_(&out->x, inputs[kind], 64, 64, 64),
@@ -118,11 +140,31 @@ static enum qkv_status describe(struct qkv_error *err, struct qkv_cuda_blas *bla
     return check(err, blas->cublasLtMatrixLayoutCreate_(&out->y, sums, 64, 64, 64), "a layout");
 }
 
+static void forget(struct qkv_cuda_blas *blas, struct described *d)
+{
+    if (d->product != NULL) {
+        (void)blas->cublasLtMatmulDescDestroy_(d->product);
+    }
+    cublasLtMatrixLayout_t layouts[] = {d->w, d->x, d->y};
+    for (cublasLtMatrixLayout_t layout : layouts) {
+        if (layout != NULL) {
+            (void)blas->cublasLtMatrixLayoutDestroy_(layout);
+        }
+    }
+    *d = {};
+}
+
 static enum qkv_status make_descriptors(struct qkv_error *err, struct qkv_cuda_blas *blas)
 {
     QKV_TRY(check(err, blas->cublasLtCreate_(&blas->handle), "create"));
     for (int kind = 0; kind < QKV_CUDA_KINDS; kind++) {
-        QKV_TRY(describe(err, blas, (enum qkv_cuda_kind)kind, &blas->kinds[kind]));
+        struct described *d = &blas->kinds[kind];
+        enum qkv_status status = describe(err, blas, (enum qkv_cuda_kind)kind, d);
+        if (status != QKV_OK && qkv_cuda_block(kind) != 0) {
+            forget(blas, d); /* an old library */
+            status = QKV_OK;
+        }
+        QKV_TRY(status);
     }
     return QKV_OK;
 }
@@ -151,15 +193,7 @@ void qkv_cuda_blas_close(struct qkv_device *dev)
         return;
     }
     for (int kind = 0; kind < QKV_CUDA_KINDS; kind++) {
-        const struct described *d = &blas->kinds[kind];
-        for (cublasLtMatrixLayout_t layout : {d->y, d->x, d->w}) {
-            if (layout != NULL) {
-                (void)blas->cublasLtMatrixLayoutDestroy_(layout);
-            }
-        }
-        if (d->product != NULL) {
-            (void)blas->cublasLtMatmulDescDestroy_(d->product);
-        }
+        forget(blas, &blas->kinds[kind]);
     }
     if (blas->handle != NULL) {
         (void)blas->cublasLtDestroy_(blas->handle);
@@ -188,6 +222,28 @@ static enum qkv_status set_size(struct qkv_error *err, struct qkv_cuda_blas *bla
                  blas->cublasLtMatrixLayoutSetAttribute_(layout, CUBLASLT_MATRIX_LAYOUT_LD, &stride,
                                                          sizeof stride),
                  "a stride");
+}
+
+/* Where scales by block are; of NULL, when an algorithm is chosen, somewhere. */
+static enum qkv_status set_scales(struct qkv_error *err, struct qkv_device *dev,
+                                  const struct qkv_cuda_gemm *gemm)
+{
+    struct qkv_cuda_blas *blas = dev->blas;
+    cublasLtMatmulDesc_t product = blas->kinds[gemm->kind].product;
+    const void *somewhere = dev->scratch[QKV_CUDA_BLAS].data;
+    const void *w = gemm->w_scale != NULL ? gemm->w_scale : somewhere;
+    const void *x = gemm->x_scale != NULL ? gemm->x_scale : somewhere;
+    if (qkv_cuda_block(gemm->kind) == 0) {
+        return QKV_OK;
+    }
+    QKV_TRY(check(err,
+                  blas->cublasLtMatmulDescSetAttribute_(
+                      product, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &w, sizeof w),
+                  "the scales of weights"));
+    return check(err,
+                 blas->cublasLtMatmulDescSetAttribute_(
+                     product, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &x, sizeof x),
+                 "the scales of inputs");
 }
 
 static enum qkv_status set_sizes(struct qkv_error *err, struct qkv_cuda_blas *blas,
@@ -231,9 +287,10 @@ static enum qkv_status ask(struct qkv_error *err, struct qkv_cuda_blas *blas,
     return QKV_OK;
 }
 
-static enum qkv_status choose(struct qkv_error *err, struct qkv_cuda_blas *blas,
+static enum qkv_status choose(struct qkv_error *err, struct qkv_device *dev,
                               const struct qkv_cuda_gemm *gemm, const cublasLtMatmulAlgo_t **out)
 {
+    struct qkv_cuda_blas *blas = dev->blas;
     for (int32_t i = 0; i < blas->n_shapes; i++) {
         const struct chosen *known = &blas->shapes[i];
         if (known->kind == gemm->kind && known->n_out == gemm->n_out && known->k == gemm->k) {
@@ -245,8 +302,12 @@ static enum qkv_status choose(struct qkv_error *err, struct qkv_cuda_blas *blas,
         return qkv_fail(err, QKV_ERR_UNSUPPORTED, "cuBLASLt: more than %d shapes of weights",
                         MAX_SHAPES);
     }
+    if (blas->kinds[gemm->kind].product == NULL) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "cuBLASLt: this version has no scales by block");
+    }
     struct chosen *fresh = &blas->shapes[blas->n_shapes];
     cublasLtMatmulPreference_t preference = NULL;
+    QKV_TRY(set_scales(err, dev, gemm));
     QKV_TRY(check(err, blas->cublasLtMatmulPreferenceCreate_(&preference), "a preference"));
     enum qkv_status status = ask(err, blas, gemm, preference, &fresh->algorithm);
     (void)blas->cublasLtMatmulPreferenceDestroy_(preference);
@@ -264,8 +325,9 @@ enum qkv_status qkv_cuda_gemm_run(struct qkv_error *err, struct qkv_device *dev,
 {
     struct qkv_cuda_blas *blas = dev->blas;
     const cublasLtMatmulAlgo_t *algorithm = NULL;
-    QKV_TRY(choose(err, blas, gemm, &algorithm));
+    QKV_TRY(choose(err, dev, gemm, &algorithm));
     QKV_TRY(set_sizes(err, blas, gemm, gemm->n_rows));
+    QKV_TRY(set_scales(err, dev, gemm));
     const struct described *d = &blas->kinds[gemm->kind];
     const float floats[2] = {1.0f, gemm->add ? 1.0f : 0.0f};
     const int32_t whole[2] = {1, gemm->add};
@@ -282,5 +344,5 @@ enum qkv_status qkv_cuda_gemm_run(struct qkv_error *err, struct qkv_device *dev,
 bool qkv_cuda_gemm_has(struct qkv_device *dev, const struct qkv_cuda_gemm *shape)
 {
     const cublasLtMatmulAlgo_t *algorithm = NULL;
-    return choose(NULL, dev->blas, shape, &algorithm) == QKV_OK;
+    return choose(NULL, dev, shape, &algorithm) == QKV_OK;
 }

@@ -49,6 +49,10 @@ static enum qkv_status make_heads(struct qkv_error *err, struct qkv_device *dev,
     for (size_t h = 0; h < n; h++) {
         struct qkv_weight *w = heads->owner[h];
         int32_t n_sums = w->min != NULL ? w->n_groups : 0;
+        if (w->kind == QKV_CUDA_INT8) {
+            free(memory);
+            return qkv_fail(err, QKV_ERR_UNSUPPORTED, "head_linear: weights with inputs in int8");
+        }
         heads->weights[h] = w;
         ((struct parts::part *)memory)[h] = parts::part_of(w);
         heads->n_sums = n_sums > heads->n_sums ? n_sums : heads->n_sums;
@@ -167,7 +171,7 @@ static enum qkv_status make_rows(struct qkv_error *err, struct qkv_device *dev,
     p->made.kind = dev->compute == QKV_COMPUTE_F32 ? QKV_CUDA_F32 : QKV_CUDA_BF16;
     p->made.out_stride = k_pad;
     p->made.prologue = QKV_PROLOGUE_NONE;
-    p->rows.x = (const uint16_t *)memory;
+    p->rows.x = memory;
     p->rows.x_sums = p->sums;
     p->rows.x_scale = p->made.x_scale;
     p->rows.x_stride = k_pad;

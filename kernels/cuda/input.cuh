@@ -7,7 +7,8 @@
 #ifndef QKV_CUDA_INPUT_CUH
 #define QKV_CUDA_INPUT_CUH
 
-#include "blas.cuh"
+#include "block_scale.cuh"
+#include "mma.cuh"
 
 namespace input
 {
@@ -87,9 +88,10 @@ static __device__ __forceinline__ float group_scale(const struct qkv_input &q, f
     return power ? power_of_two(qkv_e8m0_ceil_from_f32(scale), 10, 246) : scale;
 }
 
-/* One group, in place, by one thread. */
-static __device__ inline void quantize_group(const struct qkv_input &q, float global, float *x,
-                                             int32_t n)
+/* One group, in place, by one thread: values of codes times the group's scale, or, `apart`, without
+ * it. The scale. */
+static __device__ inline float quantize_group(const struct qkv_input &q, float global, bool apart,
+                                              float *x, int32_t n)
 {
     bool narrow = q.quant == QKV_INPUT_MXFP4 || q.quant == QKV_INPUT_NVFP4;
     float amax = 0.0f;
@@ -108,14 +110,39 @@ static __device__ inline void quantize_group(const struct qkv_input &q, float gl
             a = narrow ? qkv_e2m1_to_f32(qkv_e2m1_from_f32(a))
                        : qkv_e4m3_to_f32(qkv_e4m3_from_f32(a));
         }
-        x[i] = a * scale;
+        x[i] = apart ? a : a * scale;
+    }
+    return scale;
+}
+
+/* Where the scales of a row's groups go, if they are left to the product (block_scale.cuh). */
+struct scales {
+    void *data;   /* NULL: into the values */
+    int32_t kind; /* enum qkv_cuda_kind */
+    int32_t n_rows;
+    int32_t n_groups;
+};
+
+static __device__ __forceinline__ void put_scale(const struct scales &s, int64_t row, int32_t group,
+                                                 float scale)
+{
+    int64_t place = qkv_cuda_scale_place(s.kind, (int32_t)row, group, s.n_rows, s.n_groups);
+    qkv_cuda_put_scale(s.kind, s.data, place, scale);
+}
+
+/* Scales of 0 from group `first` on, where there is nothing else. */
+static __device__ __forceinline__ void clear_scales(const struct scales &s, int64_t row,
+                                                    int32_t first)
+{
+    for (int32_t g = first + (int32_t)threadIdx.x; g < s.n_groups; g += (int32_t)blockDim.x) {
+        put_scale(s, row, g, 0.0f);
     }
 }
 
 /* A row of n values in place; what they are to be multiplied by, in all threads. Barriers before
  * and after. */
-static __device__ inline float quantize_row(const struct qkv_input &q, float *x, int32_t n,
-                                            float *cells)
+static __device__ inline float quantize_row(const struct qkv_input &q, const struct scales &scales,
+                                            int64_t row, float *x, int32_t n, float *cells)
 {
     __syncthreads();
     if (q.quant == QKV_INPUT_INT8 || q.quant == QKV_INPUT_FP8) {
@@ -136,13 +163,20 @@ static __device__ inline float quantize_row(const struct qkv_input &q, float *x,
     for (int32_t first = (int32_t)threadIdx.x * group; first < n;
          first += (int32_t)blockDim.x * group) {
         int32_t count = n - first < group ? n - first : group;
+        float scale = 0.0f;
         if (global > 0.0f) {
-            quantize_group(q, global, x + first, count);
+            scale = quantize_group(q, global, scales.data != NULL, x + first, count);
         } else {
             for (int32_t i = 0; i < count; i++) {
                 x[first + i] = 0.0f;
             }
         }
+        if (scales.data != NULL) {
+            put_scale(scales, row, first / group, scale);
+        }
+    }
+    if (scales.data != NULL) {
+        clear_scales(scales, row, (n + group - 1) / group);
     }
     __syncthreads();
     return global;
@@ -156,14 +190,16 @@ struct made {
     void *out;              /* [n_rows, out_stride] of `kind` */
     float *values;          /* scratch [n_rows, out_stride], where rows are quantized; or NULL */
     float *x_scale;         /* [n_rows] out: what a quantized row lacks; or NULL */
+    struct scales scales;
     struct qkv_input quant;
-    int64_t out_stride;
+    int64_t out_stride; /* elements */
     int32_t k;
     int32_t k_pad;
     float eps;
-    int32_t prologue; /* enum qkv_prologue */
-    int32_t act;      /* enum qkv_act */
-    int32_t kind;     /* enum qkv_cuda_kind */
+    int32_t prologue;  /* enum qkv_prologue */
+    int32_t act;       /* enum qkv_act */
+    int32_t kind;      /* enum qkv_cuda_kind */
+    int32_t fragments; /* elements lie by qkv_fragment_place */
 };
 
 /* silu(a) = a / (1 + e^-a). gelu_tanh(a) = a / (1 + e^-2u) with u = sqrt(2 / pi) (a + 0.044715
@@ -195,18 +231,30 @@ static __device__ __forceinline__ float prologue(const struct made &p, const flo
     return p.k_scale != NULL ? value * p.k_scale[k] : value;
 }
 
-/* One element of the result; of E4M3 and INT8 the value is a code's. A row with a NaN has a NaN for
- * its scale. */
+/* One element of the result; of all kinds but BF16 the value is a code's. A row or group with a NaN
+ * has a NaN for its scale. */
 static __device__ __forceinline__ void put(const struct made &p, int64_t at, float value)
 {
     if (p.kind == QKV_CUDA_BF16) {
         ((uint16_t *)p.out)[at] = qkv_bf16_from_f32(value);
     } else if (p.kind == QKV_CUDA_F32) {
         ((float *)p.out)[at] = value;
-    } else if (p.kind == QKV_CUDA_E4M3) {
-        ((uint8_t *)p.out)[at] = qkv_e4m3_from_f32(value);
-    } else {
+    } else if (p.kind == QKV_CUDA_INT8) {
         ((int8_t *)p.out)[at] = (int8_t)(value == value ? value : 0.0f);
+    } else {
+        ((uint8_t *)p.out)[at] = qkv_e4m3_from_f32(value);
+    }
+}
+
+/* A whole row of e2m1, two elements a thread. */
+static __device__ __forceinline__ void put_nibbles(const struct made &p, int64_t row,
+                                                   const float *values)
+{
+    uint8_t *out = (uint8_t *)p.out + row * p.out_stride / 2;
+    for (int32_t i = 2 * (int32_t)threadIdx.x; i < p.k_pad; i += 2 * (int32_t)blockDim.x) {
+        uint8_t low = i < p.k ? qkv_e2m1_from_f32(values[i]) : 0;
+        uint8_t high = i + 1 < p.k ? qkv_e2m1_from_f32(values[i + 1]) : 0;
+        out[i / 2] = (uint8_t)(low | high << 4);
     }
 }
 
@@ -229,10 +277,14 @@ static __device__ inline void make_row(const struct made &p, const float *x, int
         for (int32_t i = (int32_t)threadIdx.x; i < p.k; i += (int32_t)blockDim.x) {
             values[i] = prologue(p, x, r, i);
         }
-        scale = quantize_row(p.quant, values, p.k, cells);
+        scale = quantize_row(p.quant, p.scales, row, values, p.k, cells);
     }
     if (p.x_scale != NULL && threadIdx.x == 0) {
         p.x_scale[row] = scale;
+    }
+    if (p.kind == QKV_CUDA_NVFP4) {
+        put_nibbles(p, row, values);
+        return;
     }
     for (int32_t i = (int32_t)threadIdx.x; i < p.k_pad; i += (int32_t)blockDim.x) {
         float value = 0.0f;
@@ -240,7 +292,7 @@ static __device__ inline void make_row(const struct made &p, const float *x, int
             int32_t k = p.k_order != NULL ? p.k_order[i] : i;
             value = quantized ? values[k] : prologue(p, x, r, k);
         }
-        put(p, row * p.out_stride + i, value);
+        put(p, row * p.out_stride + (p.fragments ? qkv_fragment_place(i) : i), value);
     }
 }
 

@@ -8,6 +8,7 @@ enum { THREADS = 256 };
 
 struct input_params {
     struct input::made made;
+    int32_t n_rows;
     const float *x;           /* [*, x_stride] */
     const int32_t *row_index; /* [n_rows] or NULL */
     int64_t x_stride;
@@ -18,6 +19,10 @@ __global__ void __launch_bounds__(THREADS) linear_input(const struct input_param
 {
     __shared__ float cells[QKV_WARP];
     int64_t row = blockIdx.x;
+    if (row >= p.n_rows) { /* a place for scales without a row */
+        input::clear_scales(p.made.scales, row, 0);
+        return;
+    }
     const float *x = p.x + (p.row_index != NULL ? p.row_index[row] : row) * p.x_stride;
     input::make_row(p.made, x, row, cells);
 }
@@ -69,8 +74,31 @@ static enum qkv_status check_linear(struct qkv_error *err, const struct qkv_line
 /* Rows, and what they lack: NULL where that is 1. */
 struct made_input {
     const void *x;
+    const void *scales; /* by block */
     const float *x_scale;
 };
+
+/* Memory for rows, their scales by block behind them: how many rows it has places for. */
+static enum qkv_status place_rows(struct qkv_error *err, struct qkv_device *dev,
+                                  const struct qkv_weight *w, int32_t n_rows,
+                                  struct input::made *out, int32_t *n_places)
+{
+    size_t n_pad = qkv_round_up((size_t)n_rows, QKV_CUDA_ROWS_PAD);
+    size_t n_bytes =
+        qkv_round_up(n_pad * (size_t)w->k_pad * (size_t)qkv_cuda_code_bits(w->kind) / 8, 256);
+    bool by_block = qkv_cuda_block(w->kind) != 0;
+    size_t scale_bytes = by_block ? qkv_cuda_scale_bytes(w->kind, n_rows, w->k_pad) : 0;
+    QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_X, n_bytes + scale_bytes, &out->out));
+    *n_places = n_rows;
+    if (by_block) {
+        out->scales.data = (uint8_t *)out->out + n_bytes;
+        out->scales.kind = w->kind;
+        out->scales.n_rows = qkv_cuda_scale_rows(w->kind, n_rows);
+        out->scales.n_groups = qkv_cuda_scale_groups(w->kind, w->k_pad);
+        *n_places = out->scales.n_rows;
+    }
+    return QKV_OK;
+}
 
 static enum qkv_status make_input(struct qkv_error *err, struct qkv_device *dev,
                                   const struct qkv_linear *args, const int32_t *row_index,
@@ -85,12 +113,14 @@ static enum qkv_status make_input(struct qkv_error *err, struct qkv_device *dev,
         p.made.values = (float *)memory;
         p.made.x_scale = p.made.values + n_values;
     }
-    QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_X, n_values * input::most_bytes(dev), &memory));
+    int32_t n_places = 0;
+    QKV_TRY(place_rows(err, dev, w, args->n_rows, &p.made, &n_places));
+    p.n_rows = args->n_rows;
     p.made.norm = args->prologue == QKV_PROLOGUE_RMSNORM ? (const float *)args->norm->data : NULL;
     p.made.k_scale = w->k_scale;
     p.made.k_order = w->k_order;
-    p.made.out = memory;
     p.made.kind = w->kind;
+    p.made.fragments = w->kind == QKV_CUDA_INT8 && w->codes != NULL;
     p.made.quant = w->input;
     p.made.out_stride = w->k_pad;
     p.made.k = w->k_in;
@@ -102,8 +132,9 @@ static enum qkv_status make_input(struct qkv_error *err, struct qkv_device *dev,
     p.row_index = row_index;
     p.x_stride = (int64_t)w->k_in * (args->prologue == QKV_PROLOGUE_GATED ? 2 : 1);
     out->x = p.made.out;
+    out->scales = p.made.scales.data;
     out->x_scale = p.made.x_scale;
-    return qkv_cuda_launch(err, dev, "linear_input", linear_input, dim3((unsigned)args->n_rows),
+    return qkv_cuda_launch(err, dev, "linear_input", linear_input, dim3((unsigned)n_places),
                            dim3(THREADS), 0, p);
 }
 
@@ -116,9 +147,8 @@ static enum qkv_status multiply(struct qkv_error *err, struct qkv_device *dev,
     bool add = args->epilogue == QKV_EPILOGUE_ADD;
     const float *bias = args->bias[index] != NULL ? (const float *)args->bias[index]->data : NULL;
     if (w->codes != NULL || w->values != NULL) {
-        struct qkv_cuda_packed_call call = {
-            (const uint16_t *)in->x, in->x_scale, bias, y, y_stride, args->n_rows,
-            args->softcap,           add};
+        struct qkv_cuda_packed_call call = {in->x,    in->x_scale,  bias,          y,
+                                            y_stride, args->n_rows, args->softcap, add};
         return qkv_cuda_packed_gemm(err, dev, w, &call);
     }
     bool native = w->rows != NULL;
@@ -127,14 +157,17 @@ static enum qkv_status multiply(struct qkv_error *err, struct qkv_device *dev,
     gemm.kind = w->kind;
     gemm.x = in->x;
     gemm.w = native ? (const void *)w->rows : w->high;
+    gemm.x_scale = in->scales;
+    gemm.w_scale = in->scales != NULL ? w->scale : NULL;
     gemm.y = y;
-    gemm.n_rows = args->n_rows;
+    gemm.n_rows =
+        native ? (int32_t)qkv_round_up((size_t)args->n_rows, QKV_CUDA_ROWS_PAD) : args->n_rows;
     gemm.n_out = native ? w->n_pad : w->n_out;
     gemm.k = w->k_pad;
     gemm.y_stride = y_stride;
     gemm.add = direct && add;
     if (!direct) {
-        size_t n_bytes = (size_t)args->n_rows * (size_t)gemm.n_out * sizeof(float);
+        size_t n_bytes = (size_t)gemm.n_rows * (size_t)gemm.n_out * sizeof(float);
         QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_SUMS, n_bytes, &gemm.y));
         gemm.y_stride = gemm.n_out;
     }

@@ -27,6 +27,7 @@ struct qkv_cuda_experts {
     int32_t k_pad[PARTS];
     int32_t n_sums[PARTS]; /* groups of weights with minima; 0: none */
     bool quantized[PARTS]; /* the input of some expert */
+    bool int8[PARTS];      /* some expert's products are */
     bool same_input;       /* gate and up, of every expert */
 };
 
@@ -92,6 +93,7 @@ static void fill_parts(struct qkv_cuda_experts *experts, struct parts::part *hos
         raise(&experts->k_pad[which], w->k_pad);
         raise(&experts->n_sums[which], w->min != NULL ? w->n_groups : 0);
         experts->quantized[which] |= w->input.quant != QKV_INPUT_NONE;
+        experts->int8[which] |= host[i].gemm.int8;
         experts->same_input &= which != UP || qkv_cuda_same_input(key[-1].weight, w);
     }
 }
@@ -174,10 +176,10 @@ struct gemm_params {
 
 /* A block is 8 columns and a tile of places: 16 M of them. Up comes after gate in a row of y. Left
  * to choose how many blocks share a processor, ptxas spills on sm_120a. */
-template <int M>
+template <int M, bool INT8>
 __global__ void __launch_bounds__(packed::THREADS, 1) gemm_experts(const struct gemm_params p)
 {
-    __shared__ struct packed::cells<M> shared;
+    __shared__ union packed::either<M, INT8> shared;
     __shared__ struct packed::params call;
     const struct qkv_cuda_moe_tile tile = p.tiles[blockIdx.y];
     const struct parts::part &part = p.parts[tile.expert * PARTS + p.which];
@@ -190,7 +192,13 @@ __global__ void __launch_bounds__(packed::THREADS, 1) gemm_experts(const struct 
         call.y_stride = p.y_stride;
     }
     __syncthreads();
-    packed::multiply_tile<M>(call, (int32_t)blockIdx.x, tile.first, shared);
+    if constexpr (INT8) {
+        if (call.int8) {
+            packed::multiply_codes<M>(call, (int32_t)blockIdx.x, tile.first, shared.sums);
+            return;
+        }
+    }
+    packed::multiply_tile<M>(call, (int32_t)blockIdx.x, tile.first, shared.cells);
 }
 
 struct add_params {
@@ -247,7 +255,7 @@ static enum qkv_status make_inputs(struct qkv_error *err, struct qkv_device *dev
     p->sums_stride = experts->n_sums[which];
     p->parts = experts->parts;
     p->expert_of = plan->expert_of;
-    out->rows.x = (const uint16_t *)memory;
+    out->rows.x = memory;
     out->rows.x_sums = p->sums;
     out->rows.x_scale = p->made.x_scale;
     out->rows.x_stride = p->made.out_stride;
@@ -268,10 +276,12 @@ static enum qkv_status multiply(struct qkv_error *err, struct qkv_device *dev,
     p->y_stride = y_stride;
     dim3 grid((unsigned)qkv_cuda_ceil_div(experts->n_out[which], packed::COLUMNS),
               (unsigned)plan->n_tiles);
+    bool many = plan->tile_rows > 16;
     return qkv_cuda_launch(err, dev, "gemm_experts",
-                           dev->compute == QKV_COMPUTE_F32 ? gemm_experts<0>
-                           : plan->tile_rows > 16          ? gemm_experts<4>
-                                                           : gemm_experts<1>,
+                           dev->compute == QKV_COMPUTE_F32 ? gemm_experts<0, false>
+                           : experts->int8[which]
+                               ? (many ? gemm_experts<4, true> : gemm_experts<1, true>)
+                               : (many ? gemm_experts<4, false> : gemm_experts<1, false>),
                            grid, dim3(packed::THREADS), 0, *p);
 }
 

@@ -1,5 +1,5 @@
 /* Weights in codes: packed on the host from any matrix whose form has them, and launched. */
-#include "packed.cuh"
+#include "packed_int8.cuh"
 
 #include "float32.cuh"
 
@@ -18,9 +18,9 @@ struct tiles {
     uint8_t *codes; /* [tiles, n_units, 32, 8 or 16 bytes] */
     uint8_t *scale; /* [tiles, n_groups, 8] in scale_kind */
     uint8_t *min;
+    size_t scale_bytes; /* of a tile */
+    size_t min_bytes;
 };
-
-static const size_t SLAB_BYTES = 16u << 20;
 
 static void put_code(const struct qkv_weight *w, uint8_t *tile, int64_t column, int64_t k,
                      uint8_t code)
@@ -98,6 +98,9 @@ static void pack_tiles(void *ctx, size_t begin, size_t end, int thread)
     const struct qkv_weight *w = t->weight;
     (void)thread;
     for (size_t tile = begin; tile < end; tile++) {
+        memset(t->codes + tile * w->tile_bytes, 0, w->tile_bytes);
+        memset(t->scale + tile * t->scale_bytes, 0, t->scale_bytes);
+        memset(t->min + tile * t->min_bytes, 0, t->min_bytes);
         for (int64_t column = 0; column < packed::COLUMNS; column++) {
             int64_t row = (t->first + (int64_t)tile) * packed::COLUMNS + column;
             for (int64_t k = 0; row < w->n_out && k < w->k_in; k += QKV_PIECE) {
@@ -116,22 +119,25 @@ static enum qkv_status pack_slabs(struct qkv_error *err, struct qkv_device *dev,
                                   size_t n_tiles)
 {
     const struct qkv_weight *w = t->weight;
-    size_t scale_bytes = (size_t)w->n_groups * packed::COLUMNS * kept_bytes(w->scale_kind);
-    size_t min_bytes = (size_t)w->n_groups * packed::COLUMNS * kept_bytes(w->min_kind);
     for (size_t first = 0; first < n_tiles; first += slab) {
         size_t n = n_tiles - first < slab ? n_tiles - first : slab;
+        size_t code_bytes = n * w->tile_bytes;
+        void *memory = NULL;
+        QKV_TRY(qkv_cuda_load_take(err, dev, code_bytes + n * (t->scale_bytes + t->min_bytes),
+                                   &memory));
         t->first = (int64_t)first;
-        memset(t->codes, 0, n * w->tile_bytes);
+        t->codes = (uint8_t *)memory;
+        t->scale = t->codes + code_bytes;
+        t->min = t->scale + n * t->scale_bytes;
         QKV_TRY(qkv_threads_run(err, threads, n, pack_tiles, t));
-        QKV_TRY(qkv_cuda_to_device(err, dev, w->codes + first * w->tile_bytes, t->codes,
-                                   n * w->tile_bytes));
-        if (w->group > 0) {
-            QKV_TRY(qkv_cuda_to_device(err, dev, (uint8_t *)w->scale + first * scale_bytes,
-                                       t->scale, n * scale_bytes));
-            if (w->min != NULL) {
-                QKV_TRY(qkv_cuda_to_device(err, dev, (uint8_t *)w->min + first * min_bytes, t->min,
-                                           n * min_bytes));
-            }
+        QKV_TRY(qkv_cuda_load_send(err, dev, w->codes + first * w->tile_bytes, 0, code_bytes));
+        if (t->scale_bytes > 0) {
+            QKV_TRY(qkv_cuda_load_send(err, dev, (uint8_t *)w->scale + first * t->scale_bytes,
+                                       code_bytes, n * t->scale_bytes));
+        }
+        if (t->min_bytes > 0) {
+            QKV_TRY(qkv_cuda_load_send(err, dev, (uint8_t *)w->min + first * t->min_bytes,
+                                       code_bytes + n * t->scale_bytes, n * t->min_bytes));
         }
     }
     return QKV_OK;
@@ -141,26 +147,19 @@ static enum qkv_status pack_codes(struct qkv_error *err, struct qkv_device *dev,
                                   const struct qkv_matrix *desc, const int32_t *k_order,
                                   struct qkv_weight *w, size_t n_tiles)
 {
-    size_t group_floats = (size_t)w->n_groups * packed::COLUMNS;
-    size_t slab = SLAB_BYTES / (w->tile_bytes + 2 * group_floats * sizeof(float));
+    size_t n_scales = (size_t)w->n_groups * packed::COLUMNS;
+    struct tiles t = {};
+    t.matrix = desc;
+    t.weight = w;
+    t.k_order = k_order;
+    t.scale_bytes = n_scales * kept_bytes(w->scale_kind);
+    t.min_bytes = w->min != NULL ? n_scales * kept_bytes(w->min_kind) : 0;
+    size_t slab = qkv_cuda_slab_bytes() / (w->tile_bytes + t.scale_bytes + t.min_bytes);
     slab = slab < 1 ? 1 : slab < n_tiles ? slab : n_tiles;
     struct qkv_threads *threads = NULL;
     int n_threads = dev->n_threads != 0 ? dev->n_threads : qkv_threads_available();
     QKV_TRY(qkv_threads_create(err, n_threads, &threads));
-    void *memory = NULL;
-    enum qkv_status status =
-        qkv_calloc(err, slab, 2 * group_floats * sizeof(float) + w->tile_bytes, &memory);
-    if (status == QKV_OK) {
-        struct tiles t = {};
-        t.matrix = desc;
-        t.weight = w;
-        t.k_order = k_order;
-        t.scale = (uint8_t *)memory;
-        t.min = t.scale + slab * group_floats * sizeof(float);
-        t.codes = t.min + slab * group_floats * sizeof(float);
-        status = pack_slabs(err, dev, threads, &t, slab, n_tiles);
-    }
-    free(memory);
+    enum qkv_status status = pack_slabs(err, dev, threads, &t, slab, n_tiles);
     qkv_threads_destroy(threads);
     return status;
 }
@@ -173,9 +172,9 @@ static enum qkv_status take(struct qkv_error *err, struct qkv_weight *w, size_t 
     return QKV_OK;
 }
 
-/* What the nibbles stand for: integers, or the form's table as two bf16 terms. */
-static enum qkv_status make_table(struct qkv_error *err, struct qkv_device *dev,
-                                  struct qkv_weight *w)
+/* Integers, or the form's table as two bf16 terms. */
+enum qkv_status qkv_cuda_take_table(struct qkv_error *err, struct qkv_device *dev,
+                                    struct qkv_weight *w)
 {
     uint32_t table[32];
     for (int i = 0; i < 16; i++) {
@@ -208,7 +207,7 @@ enum qkv_status qkv_cuda_take_row_scale(struct qkv_error *err, struct qkv_device
     for (int32_t i = 0; i < w->n_out; i++) {
         ((float *)host)[i] = qkv_matrix_row_scale(desc, i);
     }
-    enum qkv_status status = qkv_cuda_to_device(err, dev, w->row_scale, host, n_bytes);
+    enum qkv_status status = qkv_cuda_load(err, dev, w->row_scale, host, n_bytes);
     free(host);
     return status;
 }
@@ -245,7 +244,7 @@ enum qkv_status qkv_cuda_packed_create(struct qkv_error *err, struct qkv_device 
     w->n_groups = form->group > 0 ? w->k_in / form->group : 0;
     w->n_units = w->k_pad / packed::UNIT;
     w->tile_bytes = (size_t)w->n_units * QKV_WARP * (w->nibbles ? 8 : 16);
-    QKV_TRY(make_table(err, dev, w));
+    QKV_TRY(qkv_cuda_take_table(err, dev, w));
     QKV_TRY(qkv_cuda_take_row_scale(err, dev, desc, w));
     QKV_TRY(take_k_order(err, dev, desc, w));
     void *memory = NULL;
@@ -273,19 +272,32 @@ __global__ void __launch_bounds__(packed::THREADS) gemm_packed(const struct pack
                              shared);
 }
 
+template <int M>
+__global__ void __launch_bounds__(packed::THREADS) gemm_packed_int8(const struct packed::params p)
+{
+    __shared__ struct packed::code_sums<M> shared;
+    packed::multiply_codes<M>(p, (int32_t)blockIdx.x, (int32_t)blockIdx.y * 16 * M, shared);
+}
+
 struct sums_params {
-    const uint16_t *x; /* bf16 [n_rows, k_pad] */
-    float *sums;       /* [n_rows, n_groups] */
+    const void *x; /* bf16 or bytes [n_rows, k_pad] */
+    float *sums;   /* [n_rows, n_groups] */
     int32_t k_pad;
     int32_t group;
     int32_t n_groups;
+    int32_t int8;
 };
 
 /* A block is a row. */
 __global__ void __launch_bounds__(packed::THREADS) linear_sums(const struct sums_params p)
 {
     int64_t row = blockIdx.x;
-    packed::sum_groups(p.x + row * p.k_pad, p.sums + row * p.n_groups, p.group, p.n_groups);
+    float *sums = p.sums + row * p.n_groups;
+    if (p.int8) {
+        packed::sum_groups((const int8_t *)p.x + row * p.k_pad, sums, p.group, p.n_groups);
+    } else {
+        packed::sum_groups((const uint16_t *)p.x + row * p.k_pad, sums, p.group, p.n_groups);
+    }
 }
 
 struct embed_params {
@@ -310,16 +322,14 @@ __global__ void __launch_bounds__(packed::THREADS) embed_packed(const struct emb
         if (p.values != NULL) {
             value = p.values[(int64_t)token * p.k_pad + k];
         } else if (p.in_rows) {
-            value = packed::byte_value(p.code, p.codes[(int64_t)token * p.k_pad + k]);
+            value = packed::row_value(p, token, k);
         } else if (packed::is_nibbles(p.code)) {
             value = qkv_f32_from_bits(p.table[16 + (p.codes[at / 2] >> (at % 2 * 4) & 15u)]);
         } else {
             value = packed::byte_value(p.code, p.codes[at]);
         }
         if (p.group > 0) {
-            int64_t group =
-                ((int64_t)(token / packed::COLUMNS) * p.n_groups + k / p.group) * packed::COLUMNS +
-                token % packed::COLUMNS;
+            int64_t group = packed::scale_place(p, token, k / p.group);
             /* Rounded after each step, as qkv_matrix_values has it. */
             float min = p.min != NULL ? packed::load_scale(p.min, p.min_kind, group) : 0.0f;
             value = p.min_is_zero ? value - min : value;
@@ -341,6 +351,7 @@ struct packed::params qkv_cuda_packed_params(const struct qkv_weight *w)
               : w->rows != NULL ? w->rows
                                 : (const uint8_t *)(const void *)w->high;
     p.in_rows = w->rows != NULL;
+    p.kind = w->kind;
     p.low = w->low;
     p.values = w->values;
     p.scale = w->scale;
@@ -362,12 +373,13 @@ struct packed::params qkv_cuda_packed_params(const struct qkv_weight *w)
     p.scale_kind = w->scale_kind;
     p.min_kind = w->min_kind;
     p.min_is_zero = w->form.min == QKV_SCALE_ZERO;
+    p.int8 = w->kind == QKV_CUDA_INT8;
     p.two_terms = in_codes ? w->form.code == QKV_CODE_T4X2 : w->low != NULL;
     return p;
 }
 
 static enum qkv_status make_sums(struct qkv_error *err, struct qkv_device *dev,
-                                 const struct qkv_weight *w, const uint16_t *x, int32_t n_rows,
+                                 const struct qkv_weight *w, const void *x, int32_t n_rows,
                                  const float **out)
 {
     *out = NULL;
@@ -377,7 +389,8 @@ static enum qkv_status make_sums(struct qkv_error *err, struct qkv_device *dev,
     void *memory = NULL;
     size_t n_bytes = (size_t)n_rows * (size_t)w->n_groups * sizeof(float);
     QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_X_SUMS, n_bytes, &memory));
-    struct sums_params p = {x, (float *)memory, w->k_pad, w->group, w->n_groups};
+    struct sums_params p = {x,        (float *)memory, w->k_pad,
+                            w->group, w->n_groups,     w->kind == QKV_CUDA_INT8};
     *out = p.sums;
     return qkv_cuda_launch(err, dev, "linear_sums", linear_sums, dim3((unsigned)n_rows),
                            dim3(packed::THREADS), 0, p);
@@ -400,6 +413,11 @@ enum qkv_status qkv_cuda_packed_gemm(struct qkv_error *err, struct qkv_device *d
     bool many = call->n_rows > 16 && w->values == NULL;
     dim3 grid((unsigned)qkv_cuda_ceil_div(w->n_out, packed::COLUMNS),
               (unsigned)qkv_cuda_ceil_div(call->n_rows, many ? 64 : 16));
+    if (p.int8) {
+        return qkv_cuda_launch(err, dev, "gemm_packed_int8",
+                               many ? gemm_packed_int8<4> : gemm_packed_int8<1>, grid,
+                               dim3(packed::THREADS), 0, p);
+    }
     return qkv_cuda_launch(err, dev, "gemm_packed",
                            w->values != NULL ? gemm_packed<0>
                            : many            ? gemm_packed<4>

@@ -23,10 +23,10 @@ enum { WARPS = 4, THREADS = WARPS * QKV_WARP, COLUMNS = 8, UNIT = 64, STEPS = UN
 static_assert(QKV_CUDA_K_PAD % UNIT == 0, "rows of x are whole units");
 
 struct params {
-    const uint16_t *x;      /* bf16 [n_rows, x_stride] */
+    const void *x;          /* bf16 [n_rows, x_stride]; if int8: packed_int8.cuh's bytes */
     const float *x_sums;    /* [n_rows, sums_stride] or NULL */
     const uint8_t *codes;   /* see above; of values: bf16 [n_out, k_pad]; if in_rows: the same of
-                               bytes */
+                               bytes or nibbles */
     const uint16_t *low;    /* second terms of values, or NULL */
     const float *values;    /* [n_out, k_pad] and x of the reference arithmetic (float32.cuh) are
                                fp32; or NULL */
@@ -53,7 +53,9 @@ struct params {
     int32_t scale_kind; /* enum qkv_scale: F32, F16, BF16 */
     int32_t min_kind;
     int32_t min_is_zero;
+    int32_t int8;
     int32_t in_rows;
+    int32_t kind;      /* enum qkv_cuda_kind; in_rows: how scales by group lie (block_scale.cuh) */
     int32_t two_terms; /* values, the table's or the weight's own, are two bf16 terms */
     float softcap;     /* 0: none */
     int32_t add;
@@ -79,8 +81,35 @@ static __device__ __forceinline__ float load_scale(const void *data, int32_t kin
     if (kind == QKV_SCALE_F32) {
         return ((const float *)data)[at];
     }
+    if (kind == QKV_SCALE_E8M0) {
+        return qkv_e8m0_to_f32(((const uint8_t *)data)[at]);
+    }
+    if (kind == QKV_SCALE_E4M3) {
+        return qkv_e4m3_fast(((const uint8_t *)data)[at]);
+    }
     uint32_t half = ((const uint16_t *)data)[at];
     return kind == QKV_SCALE_F16 ? qkv_f16_fast(half) : qkv_f32_from_bits(half << 16);
+}
+
+/* Which of the scales a column's group has. */
+static __device__ __forceinline__ int64_t scale_place(const struct params &p, int32_t column,
+                                                      int32_t group)
+{
+    if (p.in_rows) {
+        return qkv_cuda_scale_place(p.kind, column, group, qkv_cuda_scale_rows(p.kind, p.n_out),
+                                    qkv_cuda_scale_groups(p.kind, p.k_in));
+    }
+    return ((int64_t)(column / COLUMNS) * p.n_groups + group) * COLUMNS + column % COLUMNS;
+}
+
+/* An element of rows of bytes or nibbles. */
+static __device__ __forceinline__ float row_value(const struct params &p, int64_t row, int32_t k)
+{
+    if (is_nibbles(p.code)) {
+        uint32_t byte = p.codes[(row * p.k_pad + k) / 2];
+        return qkv_f32_from_bits(p.table[16 + (byte >> k % 2 * 4 & 15u)]);
+    }
+    return byte_value(p.code, p.codes[row * p.k_pad + k]);
 }
 
 /* Two words of each step of a unit of rows of bf16. */
@@ -118,6 +147,31 @@ static __device__ __forceinline__ void load_bytes(const struct params &p, int32_
     }
 }
 
+/* Two nibbles as bf16, and their second terms. */
+static __device__ __forceinline__ void decode_nibbles(const uint32_t *table, uint32_t byte,
+                                                      uint32_t &b, uint32_t &low)
+{
+    uint32_t first = table[byte & 15u];
+    uint32_t second = table[byte >> 4];
+    b = (first & 0xffffu) | second << 16;
+    low = first >> 16 | (second & 0xffff0000u);
+}
+
+/* The same of rows of nibbles. */
+static __device__ __forceinline__ void load_nibbles(const struct params &p, const uint32_t *table,
+                                                    int32_t tile, int32_t unit,
+                                                    uint32_t b[STEPS][2], uint32_t low[STEPS][2])
+{
+    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
+    int32_t column = tile * COLUMNS + lane / 4;
+    const uint8_t *bytes = p.codes + ((int64_t)column * p.k_pad + unit * UNIT) / 2 + lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; i++) {
+        uint32_t byte = column < p.n_out ? bytes[4 * i] : 0;
+        decode_nibbles(table, byte, b[i / 2][i % 2], low[i / 2][i % 2]);
+    }
+}
+
 /* A lane's codes of one unit as B fragments of its 4 steps; `low`: second terms. */
 static __device__ __forceinline__ void decode_unit(const struct params &p, const uint32_t *table,
                                                    int32_t tile, int32_t unit, uint32_t b[STEPS][2],
@@ -131,7 +185,11 @@ static __device__ __forceinline__ void decode_unit(const struct params &p, const
         return;
     }
     if (p.in_rows) {
-        load_bytes(p, tile, unit, b, low);
+        if (is_nibbles(p.code)) {
+            load_nibbles(p, table, tile, unit, b, low);
+        } else {
+            load_bytes(p, tile, unit, b, low);
+        }
         return;
     }
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
@@ -141,10 +199,7 @@ static __device__ __forceinline__ void decode_unit(const struct params &p, const
 #pragma unroll
         for (int i = 0; i < 2 * STEPS; i++) {
             uint32_t byte = (i < 4 ? words.x : words.y) >> (i % 4 * 8) & 0xffu;
-            uint32_t first = table[byte & 15u];
-            uint32_t second = table[byte >> 4];
-            b[i / 2][i % 2] = (first & 0xffffu) | second << 16;
-            low[i / 2][i % 2] = first >> 16 | (second & 0xffff0000u);
+            decode_nibbles(table, byte, b[i / 2][i % 2], low[i / 2][i % 2]);
         }
         return;
     }
@@ -164,7 +219,7 @@ static __device__ __forceinline__ void load_rows(const struct params &p, int32_t
                                                  uint32_t a[4])
 {
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
-    const uint32_t *x = (const uint32_t *)(const void *)p.x;
+    const uint32_t *x = (const uint32_t *)p.x;
     int64_t stride = p.x_stride / 2;
     int64_t first = row + lane / 4;
     int64_t at = first * stride + k / 2 + lane % 4;
@@ -182,9 +237,11 @@ static __device__ __forceinline__ void fold_group(const struct params &p, int32_
                                                   int32_t group, float acc[M][4], float total[M][4])
 {
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
-    int64_t at = ((int64_t)tile * p.n_groups + group) * COLUMNS + lane % 4 * 2;
+    int32_t column = tile * COLUMNS + lane % 4 * 2;
+    int64_t at = scale_place(p, column, group);
+    int64_t next = p.in_rows ? scale_place(p, column + 1, group) : at + 1;
     float scale[2] = {load_scale(p.scale, p.scale_kind, at),
-                      load_scale(p.scale, p.scale_kind, at + 1)};
+                      load_scale(p.scale, p.scale_kind, next)};
 #pragma unroll
     for (int m = 0; m < M; m++) {
 #pragma unroll
@@ -323,15 +380,26 @@ static __device__ __forceinline__ void multiply_tile(const struct params &p, int
 
 /* ---- beside the product ---- */
 
+static __device__ __forceinline__ float input_value(uint16_t bf16)
+{
+    return qkv_bf16_to_f32(bf16);
+}
+
+static __device__ __forceinline__ float input_value(int8_t code)
+{
+    return code;
+}
+
 /* Sums over a row's groups, by a block: a warp a group at a time. */
-static __device__ __forceinline__ void sum_groups(const uint16_t *x, float *sums, int32_t group,
+template <typename T>
+static __device__ __forceinline__ void sum_groups(const T *x, float *sums, int32_t group,
                                                   int32_t n_groups)
 {
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
     for (int32_t g = (int32_t)threadIdx.x / QKV_WARP; g < n_groups; g += WARPS) {
         float sum = 0.0f;
         for (int32_t i = lane; i < group; i += QKV_WARP) {
-            sum += qkv_bf16_to_f32(x[(int64_t)g * group + i]);
+            sum += input_value(x[(int64_t)g * group + i]);
         }
         sum = warp_sum(sum);
         if (lane == 0) {

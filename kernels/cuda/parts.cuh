@@ -5,6 +5,7 @@
 
 #include "float32.cuh"
 #include "input.cuh"
+#include "packed_int8.cuh"
 
 namespace parts
 {
@@ -34,17 +35,29 @@ static __device__ inline void make_row(const struct part &part, struct input::ma
     made.quant = part.quant;
     made.k = part.gemm.k_in;
     made.k_pad = part.gemm.k_pad;
+    if (part.gemm.int8) {
+        made.kind = QKV_CUDA_INT8;
+        made.fragments = 1;
+    }
     input::make_row(made, x, place, cells);
     if (part.gemm.min != NULL) {
+        int64_t first = place * made.out_stride;
         __syncthreads();
-        packed::sum_groups((const uint16_t *)made.out + place * made.out_stride,
-                           sums + place * sums_stride, part.gemm.group, part.gemm.n_groups);
+        sums += place * sums_stride;
+        if (part.gemm.int8) {
+            packed::sum_groups((const int8_t *)made.out + first, sums, part.gemm.group,
+                               part.gemm.n_groups);
+        } else {
+            packed::sum_groups((const uint16_t *)made.out + first, sums, part.gemm.group,
+                               part.gemm.n_groups);
+        }
     }
 }
 
 /* Rows that were made, for products. */
 struct rows {
-    const uint16_t *x;    /* bf16, or fp32 of the reference arithmetic, [n_places, x_stride] */
+    const void *x;        /* [n_places, x_stride]: bf16, bytes of parts in int8, or fp32 of the
+                             reference arithmetic */
     const float *x_sums;  /* [n_places, sums_stride] or NULL */
     const float *x_scale; /* [n_places] or NULL */
     int64_t x_stride;
@@ -56,7 +69,8 @@ static __device__ __forceinline__ struct packed::params
 call_of(const struct part &part, const struct rows &rows, int64_t first, int32_t n_rows)
 {
     struct packed::params call = part.gemm;
-    call.x = rows.x + first * rows.x_stride * (part.gemm.values != NULL ? 2 : 1);
+    int64_t each = part.gemm.values != NULL ? sizeof(float) : part.gemm.int8 ? 1 : sizeof(uint16_t);
+    call.x = (const uint8_t *)rows.x + first * rows.x_stride * each;
     call.x_sums = rows.x_sums != NULL ? rows.x_sums + first * rows.sums_stride : NULL;
     call.x_scale = rows.x_scale != NULL ? rows.x_scale + first : NULL;
     call.x_stride = rows.x_stride;

@@ -30,9 +30,9 @@ bool qkv_cuda_same_input(const struct qkv_weight *a, const struct qkv_weight *b)
     size_t n_bytes = (size_t)a->k_in * sizeof(float);
     return same_bytes(a->host_k_scale, b->host_k_scale, n_bytes) &&
            same_bytes(a->host_k_order, b->host_k_order, n_bytes) && a->kind == b->kind &&
-           a->input.quant == b->input.quant && a->input.group == b->input.group &&
-           a->input.power_of_two == b->input.power_of_two && a->input.steps == b->input.steps &&
-           a->input.scale == b->input.scale;
+           (a->rows == NULL) == (b->rows == NULL) && a->input.quant == b->input.quant &&
+           a->input.group == b->input.group && a->input.power_of_two == b->input.power_of_two &&
+           a->input.steps == b->input.steps && a->input.scale == b->input.scale;
 }
 
 /* Rows that are decoded at a time, cut over the host's threads. */
@@ -41,14 +41,13 @@ struct slab {
     int64_t first_row;
     int32_t k_in;
     int32_t k_pad;
+    /* In the loader's buffers, in turn. */
     float *plain;   /* [rows, k_pad], of the reference arithmetic; NULL: two terms */
     uint16_t *high; /* [rows, k_pad] */
     uint16_t *low;
     float *values;    /* [n_threads, QKV_PIECE] */
     uint8_t *any_low; /* [n_threads] */
 };
-
-enum { SLAB_BYTES = 16 << 20 };
 
 /* Two terms: what the first leaves is a value again, rounded in turn. */
 static bool split(float value, uint16_t *high, uint16_t *low)
@@ -69,13 +68,20 @@ static void decode_rows(void *ctx, size_t begin, size_t end, int thread)
     for (size_t r = begin; r < end; r++) {
         uint16_t *high = slab->high + r * (size_t)slab->k_pad;
         uint16_t *low = slab->low + r * (size_t)slab->k_pad;
+        float *plain = slab->plain != NULL ? slab->plain + r * (size_t)slab->k_pad : NULL;
+        size_t rest = (size_t)(slab->k_pad - slab->k_in);
+        if (plain != NULL) {
+            memset(plain + slab->k_in, 0, rest * sizeof *plain);
+        } else {
+            memset(high + slab->k_in, 0, rest * sizeof *high);
+            memset(low + slab->k_in, 0, rest * sizeof *low);
+        }
         for (int64_t k = 0; k < slab->k_in; k += QKV_PIECE) {
             int64_t left = slab->k_in - k;
             int64_t n = left < QKV_PIECE ? left : (int64_t)QKV_PIECE;
             qkv_matrix_values(slab->matrix, slab->first_row + (int64_t)r, k, n, values);
-            if (slab->plain != NULL) {
-                memcpy(slab->plain + r * (size_t)slab->k_pad + k, values,
-                       (size_t)n * sizeof *values);
+            if (plain != NULL) {
+                memcpy(plain + k, values, (size_t)n * sizeof *values);
                 continue;
             }
             for (int64_t i = 0; i < n; i++) {
@@ -94,7 +100,6 @@ static enum qkv_status alloc_values(struct qkv_error *err, struct qkv_weight *w,
     return QKV_OK;
 }
 
-/* `memory`: both terms of a slab, then the threads' own. */
 static enum qkv_status pack(struct qkv_error *err, struct qkv_device *dev,
                             struct qkv_threads *threads, struct slab *slab, int64_t slab_rows,
                             struct qkv_weight *w)
@@ -104,25 +109,30 @@ static enum qkv_status pack(struct qkv_error *err, struct qkv_device *dev,
         size_t n = (size_t)(w->n_out - row < slab_rows ? w->n_out - row : slab_rows);
         size_t at = (size_t)row * (size_t)w->k_pad;
         size_t n_bytes = n * (size_t)w->k_pad * sizeof(uint16_t);
+        void *memory = NULL;
+        QKV_TRY(qkv_cuda_load_take(err, dev, 2 * n_bytes, &memory));
+        slab->plain = w->values != NULL ? (float *)memory : NULL;
+        slab->high = (uint16_t *)memory;
+        slab->low = slab->high + n * (size_t)w->k_pad;
         slab->first_row = row;
         memset(slab->any_low, 0, n_threads);
         QKV_TRY(qkv_threads_run(err, threads, n, decode_rows, slab));
         if (slab->plain != NULL) {
-            QKV_TRY(qkv_cuda_to_device(err, dev, w->values + at, slab->plain, 2 * n_bytes));
+            QKV_TRY(qkv_cuda_load_send(err, dev, w->values + at, 0, 2 * n_bytes));
             continue;
         }
         bool any_low = false;
         for (size_t t = 0; t < n_threads; t++) {
             any_low = any_low || slab->any_low[t] != 0;
         }
-        QKV_TRY(qkv_cuda_to_device(err, dev, w->high + at, slab->high, n_bytes));
+        QKV_TRY(qkv_cuda_load_send(err, dev, w->high + at, 0, n_bytes));
         if (any_low && w->low == NULL) {
-            void *memory = NULL;
-            QKV_TRY(alloc_values(err, w, sizeof(uint16_t), &memory));
-            w->low = (uint16_t *)memory;
+            void *low = NULL;
+            QKV_TRY(alloc_values(err, w, sizeof(uint16_t), &low));
+            w->low = (uint16_t *)low;
         }
         if (w->low != NULL) {
-            QKV_TRY(qkv_cuda_to_device(err, dev, w->low + at, slab->low, n_bytes));
+            QKV_TRY(qkv_cuda_load_send(err, dev, w->low + at, n_bytes, n_bytes));
         }
     }
     return QKV_OK;
@@ -139,22 +149,17 @@ static enum qkv_status decode(struct qkv_error *err, struct qkv_device *dev,
     w->high = f32 ? NULL : (uint16_t *)memory;
     int n_threads = dev->n_threads != 0 ? dev->n_threads : qkv_threads_available();
     QKV_TRY(qkv_threads_create(err, n_threads, &threads));
-    int64_t slab_rows = SLAB_BYTES / ((int64_t)w->k_pad * (int64_t)sizeof(uint16_t));
+    int64_t slab_rows = (int64_t)(qkv_cuda_slab_bytes() / ((size_t)w->k_pad * sizeof(uint16_t)));
     slab_rows = slab_rows < 1 ? 1 : slab_rows < w->n_out ? slab_rows : w->n_out;
-    size_t terms = (size_t)slab_rows * (size_t)w->k_pad;
-    size_t n_bytes =
-        2 * terms * sizeof(uint16_t) + (size_t)n_threads * (QKV_PIECE * sizeof(float) + 1);
-    enum qkv_status status = qkv_calloc(err, n_bytes, 1, &memory);
+    enum qkv_status status =
+        qkv_calloc(err, (size_t)n_threads, QKV_PIECE * sizeof(float) + 1, &memory);
     if (status == QKV_OK) {
         struct slab slab = {};
         slab.matrix = desc;
         slab.k_in = w->k_in;
         slab.k_pad = w->k_pad;
         slab.values = (float *)memory;
-        slab.high = (uint16_t *)(void *)(slab.values + (size_t)n_threads * QKV_PIECE);
-        slab.low = slab.high + terms;
-        slab.plain = f32 ? (float *)(void *)slab.high : NULL;
-        slab.any_low = (uint8_t *)(void *)(slab.low + terms);
+        slab.any_low = (uint8_t *)(void *)(slab.values + (size_t)n_threads * QKV_PIECE);
         status = pack(err, dev, threads, &slab, slab_rows, w);
     }
     free(memory);
@@ -190,6 +195,14 @@ static enum qkv_status check_matrix(struct qkv_error *err, const struct qkv_matr
     return QKV_OK;
 }
 
+/* A whole row's sum is one int32: of bytes, 255 * 128 a product, up to this many. A longer row has
+ * the same values in bf16. */
+bool qkv_cuda_has_int8_sums(const struct qkv_weight *w)
+{
+    return w->input.quant == QKV_INPUT_INT8 && qkv_code_is_integer(w->form.code) &&
+           (w->form.group > 0 || w->k_in <= 65536);
+}
+
 enum qkv_status qkv_cuda_weight_create(struct qkv_error *err, struct qkv_device *dev,
                                        const struct qkv_matrix *desc, struct qkv_weight **out)
 {
@@ -204,6 +217,8 @@ enum qkv_status qkv_cuda_weight_create(struct qkv_error *err, struct qkv_device 
     qkv_matrix_form(desc, &w->form);
     if (dev->activations == QKV_ACTIVATIONS_CHECKPOINT) {
         w->input = desc->input;
+    } else if (dev->activations == QKV_ACTIVATIONS_INT8 && qkv_code_is_integer(w->form.code)) {
+        w->input.quant = QKV_INPUT_INT8;
     }
     if (status == QKV_OK && dev->compute == QKV_COMPUTE_F32) {
         w->kind = QKV_CUDA_F32;
@@ -211,6 +226,7 @@ enum qkv_status qkv_cuda_weight_create(struct qkv_error *err, struct qkv_device 
     } else if (status == QKV_OK && qkv_cuda_native_kind(dev, desc, w, &w->kind)) {
         status = qkv_cuda_native_create(err, dev, desc, w);
     } else if (status == QKV_OK && qkv_cuda_is_packed(&w->form)) {
+        w->kind = qkv_cuda_has_int8_sums(w) ? QKV_CUDA_INT8 : QKV_CUDA_BF16;
         status = qkv_cuda_packed_create(err, dev, desc, w);
     } else if (status == QKV_OK) {
         status = decode(err, dev, desc, w);
@@ -230,6 +246,7 @@ void qkv_cuda_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight)
     }
     qkv_cuda_forget_experts(dev);
     qkv_cuda_forget_heads(dev);
+    qkv_cuda_load_wait(dev);
     qkv_cuda_free(weight->high);
     qkv_cuda_free(weight->low);
     qkv_cuda_free(weight->values);
@@ -249,4 +266,19 @@ void qkv_cuda_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight)
 size_t qkv_cuda_weight_bytes(const struct qkv_weight *weight)
 {
     return weight->n_bytes;
+}
+
+const char *qkv_cuda_weight_path(const struct qkv_weight *weight, bool expert)
+{
+    static const char *const paths[QKV_CUDA_KINDS] = {"cublaslt bf16",  "cublaslt fp8",
+                                                      "cublaslt int8",  "cublaslt fp8 by 128",
+                                                      "cublaslt mxfp8", "cublaslt nvfp4"};
+    bool in_codes = weight->codes != NULL || weight->rows != NULL;
+    if (weight->values != NULL) {
+        return "float32";
+    }
+    if (weight->codes != NULL || expert) {
+        return weight->kind == QKV_CUDA_INT8 ? "int8" : in_codes ? "decode" : "bf16";
+    }
+    return paths[weight->kind];
 }

@@ -4,7 +4,7 @@
 #ifndef QKV_CUDA_WEIGHT_CUH
 #define QKV_CUDA_WEIGHT_CUH
 
-#include "blas.cuh"
+#include "block_scale.cuh"
 
 struct qkv_weight {
     int32_t n_out;
@@ -21,10 +21,10 @@ struct qkv_weight {
     uint16_t *high; /* device bf16 [n_out, k_pad]; w = high + low */
     uint16_t *low;  /* the same; NULL where every value is exact in bf16 */
     float *values;  /* device [n_out, k_pad], the only thing there in the reference arithmetic */
-    /* Codes as they are. */
+    /* Codes as they are, with `scale` by block as block_scale.cuh has it, or none. */
     uint8_t *rows; /* device [n_pad, k_pad]; NULL: not of this kind */
     int32_t n_pad;
-    enum qkv_cuda_kind kind; /* in what the input comes */
+    enum qkv_cuda_kind kind; /* in what the input comes; INT8 of rows and of codes */
     /* Codes, all on the device; their layout: packed.cuh. */
     uint8_t *codes;            /* NULL: values */
     void *scale;               /* NULL: no groups */
@@ -42,7 +42,7 @@ struct qkv_weight {
 
 /* y (+)= softcap(x_scale * row_scale * (x times the weight) + bias). */
 struct qkv_cuda_packed_call {
-    const uint16_t *x;    /* bf16 [n_rows, k_pad] */
+    const void *x;        /* [n_rows, k_pad]: bf16, or of kind INT8 fragments of bytes */
     const float *x_scale; /* [n_rows] or NULL */
     const float *bias;    /* [n_out] or NULL */
     float *y;             /* [n_rows, y_stride] */
@@ -52,6 +52,8 @@ struct qkv_cuda_packed_call {
     bool add;
 };
 
+/* Whether its products with an input in int8 are sums of integers. */
+bool qkv_cuda_has_int8_sums(const struct qkv_weight *w);
 /* Whether the device multiplies it as it is; in what kind. */
 bool qkv_cuda_native_kind(struct qkv_device *dev, const struct qkv_matrix *desc,
                           const struct qkv_weight *w, enum qkv_cuda_kind *out);
@@ -60,6 +62,10 @@ enum qkv_status qkv_cuda_native_create(struct qkv_error *err, struct qkv_device 
 /* packed.cu: the form's scales by row, if it has them. */
 enum qkv_status qkv_cuda_take_row_scale(struct qkv_error *err, struct qkv_device *dev,
                                         const struct qkv_matrix *desc, struct qkv_weight *w);
+
+/* What nibbles stand for, of the form. */
+enum qkv_status qkv_cuda_take_table(struct qkv_error *err, struct qkv_device *dev,
+                                    struct qkv_weight *w);
 
 /* Whether two weights want the same of their input. */
 bool qkv_cuda_same_input(const struct qkv_weight *a, const struct qkv_weight *b);

@@ -202,14 +202,16 @@ class Engine:
         log: Callable[[int, str], object] | None = None,  # level 0..2, line
         device_library: str | os.PathLike[str] | None = None,
         native_fp8: bool = False,  # FP8 by FP8 as they are, where a GPU can
+        native_fp4: bool = False,  # NVFP4 by NVFP4, the same
     ) -> Self: ...
     @property
     def info(self) -> dict[str, Any]:
         """device, isa, threads, compute_dtype, activation_quant, matrices and of them int8_matrices
         (multiplied in int8) and quantized_inputs (as they want it), online_matrices (quantized
-        while loading) and online_left (their rows do not divide into groups), prefill (these counts
-        of a second set of weights, or None), query_dtype, config (as Checkpoint.model_config),
-        kv_tokens, max_model_len, max_running, chunk_tokens, n_lanes, max_logit_rows."""
+        while loading) and online_left (their rows do not divide into groups), products (matrices by
+        how they are multiplied), prefill (these counts of a second set of weights, or None),
+        query_dtype, config (as Checkpoint.model_config), kv_tokens, max_model_len, max_running,
+        chunk_tokens, n_lanes, max_logit_rows."""
     def memory(self) -> dict[str, Any]:
         """Bytes: weights (with a second set, prefill_weights of them are its), activations, kv (all
         lanes, reserved), kv_lanes (a list, by lane), kv_resident (of kv: pages that were used so

@@ -215,6 +215,7 @@ class Engine:
                 device=device,
                 device_library=library,
                 native_fp8=fp8_gemm_backend == "cublaslt",
+                native_fp4=fp4_gemm_backend == "cublaslt",
                 max_running=self._max_running,
                 chunk_tokens=chunk_tokens,
                 max_model_len=max_model_len or 0,

@@ -11,12 +11,15 @@ BACKENDS: Mapping[str, Mapping[str, str]] = {
     "fp8_gemm_backend": {
         "decode": "e4m3 codes become bf16 in registers, sums are in fp32, scales are applied to "
         "partial sums; inputs are quantized as the checkpoint prescribes",
-        "cublaslt": "on GPUs from sm_89 on: where weights and inputs are both in e4m3 with a scale "
-        "by tensor or row, cuBLASLt multiplies the codes, scales come after; other weights decode",
+        "cublaslt": "on GPUs from sm_89 on: where weights and inputs are both in e4m3, cuBLASLt "
+        "multiplies the codes: with scales by tensor or row, on sm_90 by 128 and block of 128, "
+        "from sm_100 on MXFP8; other weights decode",
     },
     "fp4_gemm_backend": {
         "decode": "4-bit codes become bf16 in registers by a table of 16, sums are in fp32, scales "
         "are applied to partial sums; inputs are quantized as the checkpoint prescribes",
+        "cublaslt": "on GPUs from sm_100 on: where weights and inputs are both NVFP4, cuBLASLt "
+        "multiplies the codes with their scales; other weights decode",
     },
 }
 
@@ -39,7 +42,10 @@ _NO_FP4 = "its tensor cores have no FP4: codes quarter what is read, bf16 is wha
 _UNMEASURED = (
     'its FP8 units were not measured; in bf16 products of codes are exact; "cublaslt" asks for them'
 )
-_NO_BLOCKS = "a kernel for its block-scaled FP4 units is not in this build"
+_FP4_UNMEASURED = (
+    "its FP4 units were not measured; codes quarter what is read, in bf16 their products are "
+    'exact; "cublaslt" asks for the units'
+)
 
 #: For `qkv info`, and the reasons in Engine.info.
 GENERATIONS: Sequence[Generation] = (
@@ -57,8 +63,8 @@ GENERATIONS: Sequence[Generation] = (
         '"cublaslt" asks for them',
         _NO_FP4,
     ),
-    _generation("sm_100 sm_103 sm_110", "B200, B300", _UNMEASURED, _NO_BLOCKS),
-    _generation("sm_120 sm_121", "RTX 50, GB10", _UNMEASURED, _NO_BLOCKS),
+    _generation("sm_100 sm_103 sm_110", "B200, B300", _UNMEASURED, _FP4_UNMEASURED),
+    _generation("sm_120 sm_121", "RTX 50, GB10", _UNMEASURED, _FP4_UNMEASURED),
 )
 
 #: SGLang's names of kernels that are not here.
@@ -80,6 +86,7 @@ class Weights:
 
     codes: Sequence[str]  # of the forms of described matrices
     gguf_types: Sequence[str]  # of the tensors of a GGUF file
+    products: Mapping[str, int]  # the core's: matrices by how they are multiplied
     target: str  # what matrices were quantized to while loading, "" if they were not
     n_online: int  # how many of them were
     dequantized: bool  # compute_dtype float32
@@ -92,17 +99,30 @@ class Weights:
         found = [*self.codes, *self.gguf_types]
         return sum(name in kinds.codes for name in found)
 
+    def as_codes(self, option: str) -> int:
+        """Of these, those whose codes cuBLASLt multiplies as they are."""
+        paths = _KINDS[option].paths
+        return sum(n for name, n in self.products.items() if name in paths)
+
 
 @dataclass(frozen=True)
 class _Kind:
     name: str
     codes: tuple[str, ...]  # of forms, and GGUF types
     targets: tuple[str, ...]  # how names of csrc/quant/quantize.h begin
+    paths: tuple[str, ...]  # weight_path of backend.h
 
 
 _KINDS = {
-    "fp8_gemm_backend": _Kind("FP8", ("e4m3",), ("fp8", "mxfp8")),
-    "fp4_gemm_backend": _Kind("FP4", ("table of 16", "MXFP4", "NVFP4"), ("mxfp4", "nvfp4")),
+    "fp8_gemm_backend": _Kind(
+        "FP8",
+        ("e4m3",),
+        ("fp8", "mxfp8"),
+        ("cublaslt fp8", "cublaslt fp8 by 128", "cublaslt mxfp8"),
+    ),
+    "fp4_gemm_backend": _Kind(
+        "FP4", ("table of 16", "MXFP4", "NVFP4"), ("mxfp4", "nvfp4"), ("cublaslt nvfp4",)
+    ),
 }
 
 
@@ -145,7 +165,13 @@ def chosen(option: str, asked: str, weights: Weights, isa: str) -> dict[str, Any
     else:
         taken, why = _auto(option, isa) if asked == "auto" else (asked, "asked for")
         why += f": {BACKENDS[option][taken]}"
-    return {"asked": asked, "taken": taken, "why": why, "matrices": count}
+    as_codes = weights.as_codes(option)
+    if taken == "cublaslt" and as_codes < count:
+        why += (
+            "; some decode: experts, inputs in other codes, or kinds that this GPU and library "
+            "have no product of"
+        )
+    return {"asked": asked, "taken": taken, "why": why, "matrices": count, "as_codes": as_codes}
 
 
 def table() -> str:

@@ -45,6 +45,7 @@ class WeightSet:
         loaded = gemm_backends.Weights(
             codes=[form["code"] for form in self.forms.values()],
             gguf_types=self.gguf_types,
+            products=counts["products"],
             target=self.target,
             n_online=counts["online_matrices"],
             dequantized=dequantized,

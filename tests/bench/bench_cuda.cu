@@ -1,7 +1,8 @@
 /* How fast the CUDA backend is on the GPU that is there, against what the GPU can do: products
  * against cuBLASLt's best algorithm in bf16 for the same shape and rows, products of few rows and
- * attention of one token a sequence against the bandwidth that reading reaches. CSV, a line a case:
- * op, case, rows, microseconds, ratio to cuBLASLt's best, share of the read bandwidth.
+ * attention of one token a sequence against the bandwidth that reading reaches, loading against
+ * that of copies out of pinned memory. CSV, a line a case: op, case (of products with how they are
+ * made), rows, microseconds, ratio to cuBLASLt's best, share of the bandwidth.
  *
  *   bench_cuda [path of _qkv_cuda.so [path of libcublasLt.so.13 [GPU]]]
  *
@@ -204,29 +205,40 @@ struct weights_case {
     const char *name;
     int32_t bits;
     enum qkv_meaning meaning;
-    int64_t group; /* with f16 scales; 0: a factor a row */
+    int64_t group; /* 0: a factor a row */
+    enum qkv_format scale;
     enum qkv_input_quant input;
 };
 
 static const struct weights_case WEIGHTS[] = {
-    {"bf16", 16, QKV_MEANING_SIGNED, 0, QKV_INPUT_NONE},
-    {"int4 g128", 4, QKV_MEANING_OFFSET, 128, QKV_INPUT_NONE},
-    {"int8 g128", 8, QKV_MEANING_SIGNED, 128, QKV_INPUT_NONE},
-    {"int8 by int8", 8, QKV_MEANING_SIGNED, 0, QKV_INPUT_INT8},
-    {"e4m3 by e4m3", 8, QKV_MEANING_E4M3, 0, QKV_INPUT_FP8},
+    {"bf16", 16, QKV_MEANING_SIGNED, 0, QKV_FORMAT_F32, QKV_INPUT_NONE},
+    {"int4 g128", 4, QKV_MEANING_OFFSET, 128, QKV_FORMAT_F16, QKV_INPUT_NONE},
+    {"int8 g128", 8, QKV_MEANING_SIGNED, 128, QKV_FORMAT_F16, QKV_INPUT_NONE},
+    {"int4 g128 by int8", 4, QKV_MEANING_OFFSET, 128, QKV_FORMAT_F16, QKV_INPUT_INT8},
+    {"int4 g32 by int8", 4, QKV_MEANING_OFFSET, 32, QKV_FORMAT_F16, QKV_INPUT_INT8},
+    {"int8 by int8", 8, QKV_MEANING_SIGNED, 0, QKV_FORMAT_F32, QKV_INPUT_INT8},
+    {"e4m3 by e4m3", 8, QKV_MEANING_E4M3, 0, QKV_FORMAT_F32, QKV_INPUT_FP8},
+    {"e4m3 g128 by e4m3", 8, QKV_MEANING_E4M3, 128, QKV_FORMAT_F32, QKV_INPUT_FP8_GROUP},
+    {"mxfp8 by mxfp8", 8, QKV_MEANING_E4M3, 32, QKV_FORMAT_F8_E8M0, QKV_INPUT_MXFP8},
+    {"nvfp4 by nvfp4", 4, QKV_MEANING_TABLE, 16, QKV_FORMAT_F8_E4M3, QKV_INPUT_NVFP4},
 };
+
+static const float E2M1[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, 0, -.5f, -1, -1.5f, -2, -3, -4, -6};
 
 /* Zeros of the case's form. */
 static struct qkv_weight *make_weight(const struct weights_case &c, int64_t n, int64_t k)
 {
     struct qkv_matrix m = {};
     std::vector<uint8_t> codes((size_t)(n * k * c.bits / 8));
-    std::vector<uint16_t> scales((size_t)(c.group > 0 ? n * k / c.group : 0));
-    std::vector<float> factors((size_t)n, 1.0f);
+    size_t scale_bytes = (size_t)qkv_format_traits(c.scale)->block_bytes;
+    size_t n_scales = (size_t)(c.group > 0 ? n * k / c.group : n);
+    std::vector<uint8_t> scales(n_scales * scale_bytes);
     m.name = c.name;
     m.n_out = n;
     m.k_in = k;
     m.input.quant = c.input;
+    m.input.group = (int32_t)c.group;
+    memcpy(m.table, E2M1, sizeof E2M1);
     m.format = c.bits == 16 ? QKV_FORMAT_BF16 : QKV_FORMAT_COUNT;
     if (c.bits == 16) {
         m.blocks = codes.data();
@@ -240,9 +252,9 @@ static struct qkv_weight *make_weight(const struct weights_case &c, int64_t n, i
         m.codes.row_bytes = k * c.bits / 8;
         struct qkv_scales &s = c.group > 0 ? m.scale : m.factor;
         m.group = c.group;
-        s.data = c.group > 0 ? (const uint8_t *)scales.data() : (const uint8_t *)factors.data();
-        s.n_bytes = c.group > 0 ? 2 * scales.size() : 4 * factors.size();
-        s.format = c.group > 0 ? QKV_FORMAT_F16 : QKV_FORMAT_F32;
+        s.data = scales.data();
+        s.n_bytes = scales.size();
+        s.format = c.scale;
         s.row_stride = c.group > 0 ? k / c.group : 1;
         s.group_stride = 1;
         s.rows_per = 1;
@@ -271,14 +283,43 @@ static void bench_linear(const struct lt &lt, double bandwidth)
                 args.weight[0] = weight;
                 double seconds =
                     time_of(20, [&] { check(be->linear(&err, dev, &args)); }, wait_backend);
-                printf("linear,%s %lldx%lld,%d,%.2f,%.3f,%.3f\n", c.name, (long long)shape[0],
-                       (long long)shape[1], n_rows, seconds * 1e6, best / seconds,
+                printf("linear,%s (%s) %lldx%lld,%d,%.2f,%.3f,%.3f\n", c.name,
+                       be->weight_path(weight, false), (long long)shape[0], (long long)shape[1],
+                       n_rows, seconds * 1e6, best / seconds,
                        (double)be->weight_bytes(weight) / seconds / bandwidth);
                 be->weight_destroy(dev, weight);
                 be->buffer_destroy(dev, x);
                 be->buffer_destroy(dev, args.y);
             }
         }
+    }
+}
+
+/* ---- loading ---- */
+
+/* Weights from host memory, packed, against copying as many bytes out of pinned memory. */
+static void bench_load()
+{
+    const int64_t n = 14336;
+    const int64_t k = 4096;
+    for (const struct weights_case &c : WEIGHTS) {
+        struct qkv_weight *weight = make_weight(c, n, k);
+        size_t n_bytes = be->weight_bytes(weight);
+        void *host = NULL;
+        void *there = NULL;
+        be->weight_destroy(dev, weight);
+        check(cudaMallocHost(&host, n_bytes) == cudaSuccess &&
+                  cudaMalloc(&there, n_bytes) == cudaSuccess,
+              "memory for copies");
+        double copy = time_of(
+            1, [&] { (void)cudaMemcpyAsync(there, host, n_bytes, cudaMemcpyHostToDevice, NULL); },
+            wait_device);
+        double seconds =
+            time_of(1, [&] { be->weight_destroy(dev, make_weight(c, n, k)); }, wait_backend);
+        printf("load,%s %lldx%lld,,%.2f,,%.3f\n", c.name, (long long)n, (long long)k, seconds * 1e6,
+               copy / seconds);
+        (void)cudaFreeHost(host);
+        (void)cudaFree(there);
     }
 }
 
@@ -344,6 +385,7 @@ int main(int argc, char **argv)
     cudaDeviceProp about;
     check(cudaGetDeviceProperties(&about, options.ordinal) == cudaSuccess, "its properties");
     options.native_fp8 = 10 * about.major + about.minor >= 89;
+    options.native_fp4 = about.major >= 10;
     check(qkv_backend_load(&err, argc > 1 ? argv[1] : "build/cuda/_qkv_cuda.so", &be));
     check(be->open(&err, &options, &dev));
     open_lt(argc > 2 ? argv[2] : "libcublasLt.so.13", &lt);
@@ -351,6 +393,7 @@ int main(int argc, char **argv)
     printf("# %s, %.0f GB/s read\nop,case,rows,us,of_cublaslt,of_bandwidth\n", about.name,
            bandwidth * 1e-9);
     bench_linear(lt, bandwidth);
+    bench_load();
     for (int f = 0; f < QKV_KV_FORMAT_COUNT; f++) {
         enum qkv_kv_format format = (enum qkv_kv_format)f;
         struct qkv_support_query query = {};

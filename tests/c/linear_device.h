@@ -11,7 +11,7 @@
 
 static const struct qkv_backend *cpu;
 static struct qkv_error err;
-static bool native_fp8; /* what devices are opened with */
+static bool native; /* FP8 and FP4: what devices are opened with */
 
 static inline void find_backend(void)
 {
@@ -25,7 +25,8 @@ static inline struct qkv_device *open_device(const char *isa, enum qkv_compute c
                                          .compute = compute,
                                          .activations = activations,
                                          .isa = kernel_isa(isa),
-                                         .native_fp8 = native_fp8};
+                                         .native_fp8 = native,
+                                         .native_fp4 = native};
     struct qkv_device *dev = NULL;
     CHECK_OK(cpu->open(&err, &options, &dev), err);
     return dev;

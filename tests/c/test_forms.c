@@ -566,26 +566,33 @@ static void check_input(const struct qkv_matrix *m, enum qkv_compute compute, co
     free(first);
 }
 
+static void check_quantized_matrix(const struct qkv_matrix *m)
+{
+    int64_t k = m->k_in;
+    size_t n_x = INPUT_ROWS * (size_t)k;
+    float *x = random_floats(n_x);
+    float *in = allocate(n_x * sizeof *in);
+    for (size_t i = 0; i < n_x; i += 37) {
+        x[i] *= 50;
+    }
+    CHECK_OK(qkv_matrix_check(&err, m), err);
+    for (int compute = QKV_COMPUTE_BF16; compute <= QKV_COMPUTE_F32; compute++) {
+        for (int64_t r = 0; r < INPUT_ROWS; r++) {
+            bool round = compute == QKV_COMPUTE_BF16 && !native;
+            quantize_reference(&m->input, round, x + r * k, k, in + r * k);
+        }
+        check_input(m, (enum qkv_compute)compute, x, in);
+    }
+    free(in);
+    free(x);
+}
+
 static void check_quantized(const struct qkv_input *input, const struct codes_kind *kind,
                             enum qkv_format scale, enum qkv_format min, int64_t k)
 {
     struct qkv_matrix m = make_matrix(kind, scale, min, 32, 35, k);
-    size_t n_x = INPUT_ROWS * (size_t)k;
-    float *x = random_floats(n_x);
-    float *in = allocate(n_x * sizeof *in);
     m.input = *input;
-    for (size_t i = 0; i < n_x; i += 37) {
-        x[i] *= 50;
-    }
-    CHECK_OK(qkv_matrix_check(&err, &m), err);
-    for (int compute = QKV_COMPUTE_BF16; compute <= QKV_COMPUTE_F32; compute++) {
-        for (int64_t r = 0; r < INPUT_ROWS; r++) {
-            quantize_reference(input, compute == QKV_COMPUTE_BF16, x + r * k, k, in + r * k);
-        }
-        check_input(&m, (enum qkv_compute)compute, x, in);
-    }
-    free(in);
-    free(x);
+    check_quantized_matrix(&m);
     free_matrix(&m);
 }
 
@@ -612,11 +619,10 @@ static void test_quantized_inputs(void)
     }
 }
 
-/* The definition with integers, bit for bit, of a static scale, too: the CPU backend's own path,
- * and another's with signed bytes, which it multiplies as they are. */
+/* The definition with integers, bit for bit, of a static scale, too. */
 static void test_int8_inputs(void)
 {
-    for (int i = 0; i < (on_cpu() ? INTEGER_KINDS : 1); i++) {
+    for (int i = 0; i < INTEGER_KINDS; i++) {
         struct qkv_matrix m =
             make_matrix(&codes_kinds[i], QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, 0, 37, 300);
         m.input.quant = QKV_INPUT_INT8;
@@ -631,22 +637,19 @@ static void test_int8_inputs(void)
 }
 
 /* Rows of zeros, tiny, huge, with infinities and NaN: each by itself. */
-static void check_extreme_rows(const struct qkv_input *input, bool by_row)
+static void check_extremes(const struct qkv_matrix *matrix)
 {
-    enum { K = 96, ROWS = 6 };
-    const struct codes_kind *kind = &codes_kinds[by_row && input->quant == QKV_INPUT_FP8 ? 4 : 0];
-    struct qkv_matrix m =
-        make_matrix(kind, by_row ? QKV_FORMAT_COUNT : QKV_FORMAT_BF16, QKV_FORMAT_COUNT, 32, 3, K);
-    const struct qkv_matrix *matrix = &m;
-    float *x = random_floats(ROWS * K);
-    m.input = *input;
-    for (int i = 0; i < K; i++) {
+    enum { ROWS = 6 };
+    const struct qkv_input *input = &matrix->input;
+    int64_t k = matrix->k_in;
+    float *x = random_floats((size_t)(ROWS * k));
+    for (int64_t i = 0; i < k; i++) {
         x[i] = 0;
-        x[K + i] *= 0x1p-120f;
-        x[2 * K + i] *= 0x1p+100f;
+        x[k + i] *= 0x1p-120f;
+        x[2 * k + i] *= 0x1p+100f;
     }
-    x[3 * K + 40] = INFINITY;
-    x[4 * K + 70] = NAN;
+    x[3 * k + 40] = INFINITY;
+    x[4 * k + 70] = NAN;
     for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         if (!isa->usable()) {
             continue;
@@ -666,6 +669,15 @@ static void check_extreme_rows(const struct qkv_input *input, bool by_row)
         close_bench(&b);
     }
     free(x);
+}
+
+static void check_extreme_rows(const struct qkv_input *input, bool by_row)
+{
+    const struct codes_kind *kind = &codes_kinds[by_row && input->quant == QKV_INPUT_FP8 ? 4 : 0];
+    struct qkv_matrix m =
+        make_matrix(kind, by_row ? QKV_FORMAT_COUNT : QKV_FORMAT_BF16, QKV_FORMAT_COUNT, 32, 3, 96);
+    m.input = *input;
+    check_extremes(&m);
     free_matrix(&m);
 }
 
@@ -686,16 +698,55 @@ static void test_extreme_rows(void)
 }
 
 /* FP8 by FP8 as the codes are, on a device that can: n_out and k no multiples of anything. */
-static void test_native_fp8(void)
+static void test_native_rows(void)
 {
-    native_fp8 = true;
+    native = true;
     for (int i = 0; i < 2; i++) {
         const struct qkv_input input = {.quant = QKV_INPUT_FP8, .scale = i == 0 ? 0.0f : 0.01f};
         check_quantized(&input, &codes_kinds[4], QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, 303);
         check_quantized(&input, &codes_kinds[4], QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, 544);
         check_extreme_rows(&input, true);
     }
-    native_fp8 = false;
+    native = false;
+}
+
+/* Weights and inputs of a kind with scales by block, n_out and k such that tiles of scales have
+ * rows, columns and both left over. The product, and the table of an embedding. */
+static void check_blocks(const char *path, int codes, enum qkv_format scale, int64_t group,
+                         const struct qkv_input *input)
+{
+    static const int64_t sizes[][2] = {{1, 2}, {35, 3}, {130, 4}, {257, 9}};
+    for (int i = 0; i < 4; i++) {
+        struct qkv_matrix m = make_matrix(&codes_kinds[codes], scale, QKV_FORMAT_COUNT, group,
+                                          sizes[i][0], group * sizes[i][1]);
+        const struct qkv_matrix *all = &m;
+        m.input = *input;
+        check_quantized_matrix(&m);
+        check_embed(&m, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_CHECKPOINT);
+        struct bench b = open_bench(NULL, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_CHECKPOINT, 2, &all, 1);
+        CHECK(on_cpu() || strcmp(cpu->weight_path(b.weight[0], false), path) == 0);
+        close_bench(&b);
+        free_matrix(&m);
+    }
+    struct qkv_matrix m = make_matrix(&codes_kinds[codes], scale, QKV_FORMAT_COUNT, group, 3, 384);
+    m.input = *input;
+    check_extremes(&m);
+    free_matrix(&m);
+}
+
+static void test_native_blocks(void)
+{
+    const struct qkv_input by_128 = {.quant = QKV_INPUT_FP8_GROUP, .group = 128};
+    const struct qkv_input mxfp8 = {.quant = QKV_INPUT_MXFP8};
+    native = true;
+    for (int i = 0; i < 2; i++) {
+        const struct qkv_input nvfp4 = {.quant = QKV_INPUT_NVFP4, .scale = i == 0 ? 0 : 0.005f};
+        check_blocks("cublaslt nvfp4", 5, QKV_FORMAT_F8_E4M3, 16, &nvfp4);
+    }
+    check_blocks("cublaslt mxfp8", 4, QKV_FORMAT_F8_E8M0, 32, &mxfp8);
+    check_blocks("cublaslt fp8 by 128", 4, QKV_FORMAT_F32, 128, &by_128);
+    check_blocks("cublaslt fp8 by 128", 4, QKV_FORMAT_BF16, 128, &by_128);
+    native = false;
 }
 
 /* ---- order and scale of K ---- */
@@ -828,6 +879,10 @@ static void check_matrix(const struct codes_kind *kind, enum qkv_format scale, e
     check_products(&m, kind->code == QKV_CODE_T4X2);
     check_embed(&m, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16);
     check_embed(&m, QKV_COMPUTE_F32, QKV_ACTIVATIONS_BF16);
+    check_embed(&m, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_INT8);
+    if (is_integer(kind)) {
+        check_int8(&m, QKV_ACTIVATIONS_INT8);
+    }
     if (!on_cpu()) {
         free_matrix(&m);
         return;
@@ -835,10 +890,6 @@ static void check_matrix(const struct codes_kind *kind, enum qkv_format scale, e
     check_size(&m, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16);
     check_size(&m, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_INT8);
     check_size(&m, QKV_COMPUTE_F32, QKV_ACTIVATIONS_BF16);
-    check_embed(&m, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_INT8);
-    if (is_integer(kind)) {
-        check_int8(&m, QKV_ACTIVATIONS_INT8);
-    }
     free_matrix(&m);
 }
 
@@ -858,4 +909,4 @@ static void test_all_forms(void)
 }
 
 CHECK_MAIN(find_backend, test_all_forms, test_quantized_inputs, test_int8_inputs, test_extreme_rows,
-           test_native_fp8, test_k_order, test_k_scale, test_different_inputs)
+           test_native_rows, test_native_blocks, test_k_order, test_k_scale, test_different_inputs)

@@ -134,9 +134,9 @@ static void check_format(struct qkv_device *dev, enum qkv_format format, struct 
     cpu->buffer_destroy(dev, scores);
 }
 
-static void test_every_format(void)
+static void check_every_format(enum qkv_activations activations)
 {
-    struct qkv_device *dev = open_device(NULL, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16, 1);
+    struct qkv_device *dev = open_device(NULL, QKV_COMPUTE_BF16, activations, 1);
     float ones[SIZE];
     for (int32_t i = 0; i < SIZE; i++) {
         ones[i] = 1.0f;
@@ -150,6 +150,12 @@ static void test_every_format(void)
     }
     cpu->buffer_destroy(dev, norm);
     cpu->close(dev);
+}
+
+static void test_every_format(void)
+{
+    check_every_format(QKV_ACTIVATIONS_BF16);
+    check_every_format(QKV_ACTIVATIONS_INT8);
 }
 
 CHECK_MAIN(find_backend, test_every_format)
