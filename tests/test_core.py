@@ -227,7 +227,9 @@ def test_info_and_memory(path: Path) -> None:
     assert info["compute_dtype"] == info["query_dtype"] == "bf16"
     assert info["config"]["vocab"] == 512
     memory = engine.memory()
-    assert set(memory) == set("weights activations kv kv_lanes kv_resident hidden scratch".split())
+    assert set(memory) == set(
+        "weights activations kv kv_windows kv_lanes kv_resident hidden scratch".split()
+    )
     assert memory["kv_lanes"] == [memory["kv"]] and memory["kv_resident"] == 0
     assert memory["kv"] >= 96 * 2 * 2 * 2 * 16 * 2  # layers, K and V, heads, channels, bytes
     assert memory["weights"] > 0 and memory["activations"] > 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import SamplingParams, _core, models, options, progress
+from qkv import SamplingParams, _core, models, options, pools, progress
 from qkv.run import derive_seed
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -588,14 +588,14 @@ def test_info_memory_scales(engine: qkv.Engine) -> None:
 
 
 def test_pool_is_what_the_batch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "free_memory", lambda: 1_000_000)
+    monkeypatch.setattr(pools, "free_memory", lambda: 1_000_000)
     size: dict[str, Any] = {"kv_tokens": None, "mem_fraction": None, "weights_bytes": 200_000}
-    assert options.pool_tokens(**size, bytes_per_token=10, needed=1000) == 992
-    assert options.pool_tokens(**size, bytes_per_token=100, needed=10**6) == 2000
+    assert pools.tokens_of_engine(pools.Pool(token_bytes=10), **size, needed=1000) == 992
+    assert pools.tokens_of_engine(pools.Pool(token_bytes=100), **size, needed=10**6) == 2000
     half = size | {"mem_fraction": 0.5}
-    assert options.pool_tokens(**half, bytes_per_token=100, needed=1) == 2992
+    assert pools.tokens_of_engine(pools.Pool(token_bytes=100), **half, needed=1) == 2992
     with pytest.raises(MemoryError, match="no room"):
-        options.pool_tokens(**size, bytes_per_token=10**6, needed=10**6)
+        pools.tokens_of_engine(pools.Pool(token_bytes=10**6), **size, needed=10**6)
 
 
 def test_free_memory_honours_the_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:

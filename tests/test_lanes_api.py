@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import SamplingParams, _core, kv_scales, options
+from qkv import SamplingParams, _core, kv_scales, options, pools
 from qkv.planner import GIB, KV_DTYPES
 from ref import make_tiny
 
@@ -251,7 +251,7 @@ def test_weights_are_what_the_plan_says(
 
 def test_lanes_share_the_memory(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same capacity in tokens for each, all of them within the budget."""
-    monkeypatch.setattr(options, "free_memory", lambda: 8 << 20)
+    monkeypatch.setattr(pools, "free_memory", lambda: 8 << 20)
     model = tiny("llama")
     size: dict[str, Any] = {"threads": 1, "mem_fraction": 0.5}
     with qkv.Engine(model, kv_cache_dtype=["bf16", "fp8_e4m3"], **size) as engine:

@@ -274,7 +274,7 @@ def test_windows_are_said() -> None:
     config = {**QWEN3_8B, "sliding_window": 64, "model_type": "mistral"}
     found = plan(config, memory_gib=100)
     assert "36 of 36 layers attend to a window of 64 tokens" in found.notes[0]
-    assert "(10% of a request of 640" in found.notes[0]
+    assert "(12% of a request of 640)" in found.notes[0]
     assert found.bytes_per_token["bf16"] == 147456
 
 

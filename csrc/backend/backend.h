@@ -28,7 +28,7 @@
 #include "quant/formats.h"
 #include "quant/matrix.h"
 
-enum { QKV_BACKEND_ABI = 9 };
+enum { QKV_BACKEND_ABI = 10 };
 
 struct qkv_device; /* one opened backend: threads, scratch memory, stream */
 struct qkv_buffer; /* zeroed bytes of device memory */
@@ -78,7 +78,8 @@ struct qkv_rope_desc {
 struct qkv_kv_desc {
     const struct qkv_kv_layer *layers; /* [n_layers] */
     int32_t n_layers;
-    int32_t n_pages;
+    int32_t n_pages;        /* of the layers that are not windowed, in each */
+    int32_t n_window_pages; /* of the others */
 };
 
 /* One sequence's part of a step: n_rows consecutive tokens at consecutive positions. */
@@ -91,6 +92,8 @@ struct qkv_batch_seq {
     int32_t n_pages;
     int32_t fork_layer; /* the forward pass reads it (model.h), a backend does not */
     bool is_long;       /* its rows turn by long_inv_freq: the same in all calls that share pages */
+    const int32_t *window_pages; /* [n_pages], of the windowed layers: a blank page (kv/window.h)
+                                    where no row sees any of it. NULL: there are no such layers */
 };
 
 struct qkv_batch {
@@ -308,7 +311,7 @@ struct qkv_backend {
     enum qkv_status (*kv_create)(struct qkv_error *err, struct qkv_device *dev,
                                  const struct qkv_kv_desc *desc, struct qkv_kv **out);
     void (*kv_destroy)(struct qkv_device *dev, struct qkv_kv *kv);
-    size_t (*kv_bytes)(const struct qkv_kv *kv);
+    size_t (*kv_bytes)(const struct qkv_kv *kv, bool windowed); /* of such layers */
     /* k_scale, v_scale: host [n_kv_heads] of that layer; 1 until set. Formats without a
      * layer scale (kv_formats.def) take 1 alone; a latent layer takes the same for both. */
     enum qkv_status (*kv_set_scales)(struct qkv_error *err, struct qkv_device *dev,
@@ -330,10 +333,12 @@ struct qkv_backend {
     enum qkv_status (*kv_histogram)(struct qkv_error *err, struct qkv_device *dev,
                                     const struct qkv_kv *kv, int32_t layer, int32_t head,
                                     bool values, uint64_t *counts);
-    /* Zeroes pages in the layers from first_layer on (0 .. n_layers - 1): a page that is handed to
-     * a sequence holds no stale slots in a layer that it will use. */
+    /* Zeroes pages in the layers from first_layer on (0 .. n_layers - 1), of these in the windowed
+     * ones or in the others: a page that is handed to a sequence holds no stale slots in a layer
+     * that it will use. */
     enum qkv_status (*kv_zero)(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
-                               int32_t first_layer, const int32_t *pages, int32_t n_pages);
+                               bool windowed, int32_t first_layer, const int32_t *pages,
+                               int32_t n_pages);
 
     /* Makes `batch` the current one: the operations below refer to it until the next begin().
      * The batch and its arrays must stay valid and unchanged until then. Positions < 2^24. */

@@ -52,9 +52,12 @@ static enum qkv_status add_slice(struct qkv_error *err, struct qkv_batch_arrays 
                         "sequence %lld: a slice of %d rows at position %d of %d tokens",
                         (long long)seq->id, slice->n_rows, begin, seq->n_tokens);
     }
-    if ((int64_t)seq->n_pages * QKV_PAGE_TOKENS < (int64_t)end) {
-        return qkv_fail(err, QKV_ERR_INTERNAL, "sequence %lld: %d pages for %d positions",
-                        (long long)seq->id, seq->n_pages, end);
+    if ((int64_t)seq->n_pages * QKV_PAGE_TOKENS < (int64_t)end ||
+        (seq->window_pages != NULL &&
+         (int64_t)seq->n_window_pages * QKV_PAGE_TOKENS < (int64_t)end)) {
+        return qkv_fail(err, QKV_ERR_INTERNAL,
+                        "sequence %lld: %d pages and %d window pages for %d positions",
+                        (long long)seq->id, seq->n_pages, seq->n_window_pages, end);
     }
     if (n_rows == 0) {
         return QKV_OK;
@@ -65,7 +68,8 @@ static enum qkv_status add_slice(struct qkv_error *err, struct qkv_batch_arrays 
         .n_rows = n_rows,
         .first_pos = first,
         .pages = seq->pages,
-        .n_pages = seq->n_pages,
+        .n_pages = (first + n_rows - 1) / QKV_PAGE_TOKENS + 1,
+        .window_pages = seq->window_pages,
         .is_long = seq->is_long,
     };
     memcpy(arrays->tokens + *row, seq->tokens + first, (size_t)n_rows * sizeof(int32_t));

@@ -32,11 +32,29 @@ void qkv_engine_info(const struct qkv_engine *engine, struct qkv_engine_info *ou
     out->quantize_q = engine->quantize_q;
     out->config = qkv_engine_config(engine);
     out->kv_tokens = engine->kv_tokens;
+    if (engine->n_window_pages > 0) {
+        out->kv_window_tokens = (int64_t)(engine->n_window_pages - 1) * QKV_PAGE_TOKENS;
+    }
     out->n_lanes = engine->n_lanes;
     out->max_model_len = engine->max_model_len;
     out->max_running = engine->max_running;
     out->chunk_tokens = engine->chunk_tokens;
     out->max_logit_rows = engine->max_logit_rows;
+}
+
+static void add_pool(const struct qkv_engine *engine, int32_t lane, bool windowed,
+                     struct qkv_engine_memory *out)
+{
+    const int64_t n_all = engine->kv_tokens / QKV_PAGE_TOKENS;
+    const uint64_t n_pages = (uint64_t)(windowed ? engine->n_window_pages : n_all);
+    const uint64_t n_bytes = engine->backend->kv_bytes(engine->lanes[lane], windowed);
+    if (n_pages > 0) {
+        out->kv_lane_bytes[lane] += n_bytes;
+        out->kv_bytes += n_bytes;
+        out->kv_window_bytes += windowed ? n_bytes : 0;
+        out->kv_resident_bytes +=
+            n_bytes / n_pages * (uint64_t)engine->n_pages_used[lane][windowed];
+    }
 }
 
 void qkv_engine_memory(const struct qkv_engine *engine, struct qkv_engine_memory *out)
@@ -57,11 +75,8 @@ void qkv_engine_memory(const struct qkv_engine *engine, struct qkv_engine_memory
     out->hidden_bytes = engine->score.kept_bytes;
     out->scratch_bytes = device.scratch_bytes;
     for (int32_t i = 0; i < engine->n_lanes; i++) {
-        uint64_t n_bytes = engine->backend->kv_bytes(engine->lanes[i]);
-        uint64_t n_pages = (uint64_t)(engine->kv_tokens / QKV_PAGE_TOKENS);
-        out->kv_lane_bytes[i] = n_bytes;
-        out->kv_bytes += n_bytes;
-        out->kv_resident_bytes += n_bytes / n_pages * (uint64_t)engine->n_pages_used[i];
+        add_pool(engine, i, false, out);
+        add_pool(engine, i, true, out);
     }
 }
 

@@ -90,6 +90,8 @@ struct qkv_engine_info {
     bool quantize_q;
     const struct qkv_model_config *config; /* valid until close */
     int64_t kv_tokens;                     /* per lane, whole pages */
+    int64_t
+        kv_window_tokens; /* of these, how many the layers with windows hold; 0: no such layer */
     int32_t n_lanes;
     int32_t max_model_len;
     int32_t max_running;
@@ -103,7 +105,8 @@ struct qkv_engine_memory {
     uint64_t weight_bytes;
     uint64_t prefill_weight_bytes; /* of these: of the second set, but for what it shares */
     uint64_t activation_bytes;
-    uint64_t kv_bytes; /* reserved, of all lanes */
+    uint64_t kv_bytes;        /* reserved, of all lanes */
+    uint64_t kv_window_bytes; /* of kv_bytes: of the layers with windows */
     uint64_t kv_lane_bytes[QKV_LANES_MAX];
     uint64_t kv_resident_bytes; /* of kv_bytes: up to the last page that was ever used */
     uint64_t hidden_bytes;      /* rows that wait for a comparison */

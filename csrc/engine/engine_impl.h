@@ -34,9 +34,12 @@ struct qkv_engine {
     enum qkv_activations activations;
     int32_t n_lanes;
     int64_t kv_tokens;
-    float *kv_scales;                    /* [n_lanes, n_layers, 2, n_kv_heads]: applied */
-    int32_t *fork_layers;                /* [n_lanes]: lockstep.h */
-    int32_t n_pages_used[QKV_LANES_MAX]; /* pages 0 .. n - 1 of the pool have been touched */
+    int32_t window;         /* the largest of a layer, 0: none has one */
+    int32_t n_window_pages; /* of a lane; 0 without a window */
+    float *kv_scales;       /* [n_lanes, n_layers, 2, n_kv_heads]: applied */
+    int32_t *fork_layers;   /* [n_lanes]: lockstep.h */
+    /* Pages 0 .. n - 1 of the pool have been touched: [lane][of the windowed layers] */
+    int32_t n_pages_used[QKV_LANES_MAX][2];
     bool quantize_q;
     int32_t max_running, chunk_tokens, max_model_len, max_rows, max_logit_rows;
     int64_t owner; /* the process that opened it */
@@ -95,10 +98,11 @@ static inline bool qkv_engine_has_phases(const struct qkv_engine *engine)
 enum qkv_status qkv_engine_forward(struct qkv_error *err, struct qkv_engine *engine);
 const struct qkv_buffer *qkv_engine_hidden(const struct qkv_engine *engine);
 
-/* Zeroes pages of a lane in the layers from first_layer on; notes that they were used. */
+/* Zeroes pages of a lane in the layers from first_layer on, of these in the windowed ones or in the
+ * others; notes that they were used. */
 enum qkv_status qkv_engine_zero_pages(struct qkv_error *err, struct qkv_engine *engine,
-                                      int32_t lane, int32_t first_layer, const int32_t *pages,
-                                      int32_t n_pages);
+                                      int32_t lane, bool windowed, int32_t first_layer,
+                                      const int32_t *pages, int32_t n_pages);
 
 /* Out of the scheduler, if it is still in there. */
 void qkv_engine_release(struct qkv_engine *engine, struct qkv_generation *gen);

@@ -10,6 +10,7 @@
 #include "engine/load_log.h"
 #include "engine/lockstep.h"
 #include "io/weights.h"
+#include "kv/window.h"
 
 static enum qkv_status check_range(struct qkv_error *err, const char *name, int64_t value,
                                    int64_t low, int64_t high)
@@ -128,6 +129,7 @@ static void describe_lane(const struct qkv_engine_options *options,
             .k_format = pair[0],
             .v_format = pair[1],
             .latent = config->mla.kv_rank != 0,
+            .windowed = config->layers[i].window > 0,
         };
     }
 }
@@ -280,18 +282,37 @@ static enum qkv_status load_phase(struct qkv_error *err, struct qkv_engine *engi
     return QKV_OK;
 }
 
+/* The pool of the layers with windows: the engine's share of it for each lane, since a request runs
+ * in all of them. */
+static void size_windows(struct qkv_engine *engine, const struct qkv_model_config *config,
+                         int32_t n_pages)
+{
+    for (int32_t i = 0; i < config->n_layers; i++) {
+        const int32_t window = config->layers[i].window;
+        engine->window = window > engine->window ? window : engine->window;
+    }
+    if (engine->window > 0) {
+        const int32_t n_running = (engine->max_running + engine->n_lanes - 1) / engine->n_lanes;
+        engine->n_window_pages =
+            qkv_window_pool_pages(engine->window, n_pages, n_running, engine->chunk_tokens);
+    }
+}
+
 static enum qkv_status create_lanes(struct qkv_error *err, struct qkv_engine *engine,
                                     const struct qkv_engine_options *options)
 {
     const struct qkv_model_config *config = qkv_engine_config(engine);
     int32_t n_pages = (int32_t)(options->kv_tokens / QKV_PAGE_TOKENS);
     void *layers = NULL;
+    size_windows(engine, config, n_pages);
     QKV_TRY(qkv_calloc(err, (size_t)options->n_layers, sizeof(struct qkv_kv_layer), &layers));
     enum qkv_status status = QKV_OK;
     for (int32_t lane = 0; lane < options->n_lanes && status == QKV_OK; lane++) {
         describe_lane(options, config, lane, layers);
-        struct qkv_kv_desc desc = {
-            .layers = layers, .n_layers = options->n_layers, .n_pages = n_pages};
+        struct qkv_kv_desc desc = {.layers = layers,
+                                   .n_layers = options->n_layers,
+                                   .n_pages = n_pages,
+                                   .n_window_pages = engine->n_window_pages};
         status = engine->backend->kv_create(err, engine->device, &desc, &engine->lanes[lane]);
     }
     free(layers);
@@ -302,6 +323,8 @@ static enum qkv_status create_lanes(struct qkv_error *err, struct qkv_engine *en
     struct qkv_scheduler_options scheduler = {
         .n_lanes = options->n_lanes,
         .n_pages = n_pages,
+        .n_window_pages = engine->n_window_pages,
+        .window = engine->window,
         .chunk_tokens = options->chunk_tokens,
         .max_running = options->max_running,
         .prefix_cache = options->prefix_cache,
@@ -363,7 +386,8 @@ static enum qkv_status open_engine(struct qkv_error *err, struct qkv_engine *eng
         qkv_load_log_pool(&engine->log, lane, engine->kv_tokens,
                           options->kv_formats + (size_t)lane * (size_t)options->n_layers * 2,
                           options->n_layers, config->head_dim, config->mla.kv_rank != 0,
-                          engine->backend->kv_bytes(engine->lanes[lane]));
+                          engine->backend->kv_bytes(engine->lanes[lane], false) +
+                              engine->backend->kv_bytes(engine->lanes[lane], true));
     }
     return create_arrays(err, engine);
 }

@@ -203,15 +203,17 @@ enum qkv_status qkv_engine_answer_wanted(struct qkv_error *err, struct qkv_engin
 }
 
 enum qkv_status qkv_engine_zero_pages(struct qkv_error *err, struct qkv_engine *engine,
-                                      int32_t lane, int32_t first_layer, const int32_t *pages,
-                                      int32_t n_pages)
+                                      int32_t lane, bool windowed, int32_t first_layer,
+                                      const int32_t *pages, int32_t n_pages)
 {
-    QKV_TRY(engine->backend->kv_zero(err, engine->device, engine->lanes[lane], first_layer, pages,
-                                     n_pages));
+    if (n_pages == 0) {
+        return QKV_OK;
+    }
+    QKV_TRY(engine->backend->kv_zero(err, engine->device, engine->lanes[lane], windowed,
+                                     first_layer, pages, n_pages));
+    int32_t *n_used = &engine->n_pages_used[lane][windowed];
     for (int32_t i = 0; i < n_pages; i++) {
-        if (pages[i] >= engine->n_pages_used[lane]) {
-            engine->n_pages_used[lane] = pages[i] + 1;
-        }
+        *n_used = pages[i] >= *n_used ? pages[i] + 1 : *n_used;
     }
     return QKV_OK;
 }
@@ -220,11 +222,12 @@ static enum qkv_status zero_new_pages(struct qkv_error *err, struct qkv_engine *
                                       const struct qkv_step *plan)
 {
     for (int32_t lane = 0; lane < engine->n_lanes; lane++) {
-        int32_t first = plan->new_first[lane];
-        int32_t n = plan->new_first[lane + 1] - first;
-        if (n > 0) {
-            QKV_TRY(qkv_engine_zero_pages(err, engine, lane, 0, plan->new_pages + first, n));
-        }
+        const int32_t *first = plan->new_first + lane;
+        QKV_TRY(qkv_engine_zero_pages(err, engine, lane, false, 0, plan->new_pages + first[0],
+                                      first[1] - first[0]));
+        first = plan->new_window_first + lane;
+        QKV_TRY(qkv_engine_zero_pages(err, engine, lane, true, 0, plan->new_window_pages + first[0],
+                                      first[1] - first[0]));
     }
     return QKV_OK;
 }

@@ -1,5 +1,6 @@
-/* The pages of a document are 0 .. n - 1 of every pool. They stay free for the page pools: whoever
- * takes one later zeroes it before use, as always, so there is nothing to give back. */
+/* The pages of a document are 0 .. n - 1 of every pool; of a window pool, all but the blank one in
+ * turn. They stay free for the page pools: whoever takes one later zeroes it before use, as always,
+ * so there is nothing to give back. */
 #include "engine/lockstep.h"
 
 #include <stdlib.h>
@@ -15,8 +16,9 @@ struct qkv_lockstep {
     int32_t *tokens; /* [n_rows + 1] */
     int32_t n_rows;  /* of a lane: the last token is only predicted */
     int32_t logprob_start;
-    int32_t decode_start; /* as qkv_seq has it; a chunk is of one phase */
-    int32_t *pages;       /* [n_pages]: 0, 1, 2, ... */
+    int32_t decode_start;  /* as qkv_seq has it; a chunk is of one phase */
+    int32_t *pages;        /* [n_pages]: 0, 1, 2, ... */
+    int32_t *window_pages; /* [n_pages], of the current chunk; NULL: no layer has a window */
     int32_t *computed; /* [n_computed]: lane 0, then the others that fork, by rising fork layer */
     int32_t n_computed;
     int32_t *seq_of; /* [n_lanes]: index into `computed` of the rows that stand for a lane */
@@ -128,6 +130,10 @@ static enum qkv_status prepare(struct qkv_error *err, struct qkv_lockstep *run,
     for (int32_t i = 0; i < n_pages; i++) {
         run->pages[i] = i;
     }
+    if (engine->window > 0) {
+        QKV_TRY(qkv_calloc(err, (size_t)n_pages, sizeof(int32_t), &block));
+        run->window_pages = block;
+    }
     QKV_TRY(qkv_calloc(err, (size_t)engine->n_lanes, sizeof(int32_t), &block));
     run->computed = block;
     QKV_TRY(qkv_calloc(err, (size_t)engine->n_lanes, sizeof(int32_t), &block));
@@ -177,6 +183,7 @@ void qkv_lockstep_end(struct qkv_lockstep *run)
     }
     free(run->tokens);
     free(run->pages);
+    free(run->window_pages);
     free(run->computed);
     free(run->seq_of);
     free(run);
@@ -189,15 +196,44 @@ void qkv_lockstep_counts(const struct qkv_lockstep *run, struct qkv_lockstep_cou
 
 /* ---- a chunk ---- */
 
+/* Rows of the next chunk, at most n_rows: what the window pool holds with the window before it. */
+static int32_t fit_window(const struct qkv_lockstep *run, int32_t n_rows)
+{
+    const struct qkv_engine *engine = run->engine;
+    if (engine->window == 0) {
+        return n_rows;
+    }
+    const int64_t n_pages =
+        (int64_t)qkv_window_first_page(engine->window, run->n_done) + engine->n_window_pages - 1;
+    const int64_t most = n_pages * QKV_PAGE_TOKENS - run->n_done;
+    return n_rows < most ? n_rows : (int32_t)most;
+}
+
+static void list_window(struct qkv_lockstep *run, int32_t n_rows)
+{
+    const struct qkv_engine *engine = run->engine;
+    const int32_t first = qkv_window_first_page(engine->window, run->n_done);
+    for (int32_t i = 0; engine->window > 0 && i < qkv_pages_for(run->n_done + n_rows); i++) {
+        run->window_pages[i] = i < first ? QKV_BLANK_PAGE : 1 + i % (engine->n_window_pages - 1);
+    }
+}
+
 static enum qkv_status zero_pages(struct qkv_error *err, struct qkv_lockstep *run, int32_t n_rows)
 {
+    static const int32_t blank = QKV_BLANK_PAGE;
+    struct qkv_engine *engine = run->engine;
     const int32_t first = qkv_pages_for(run->n_done);
     const int32_t n_pages = qkv_pages_for(run->n_done + n_rows) - first;
     for (int32_t i = 0; n_pages > 0 && i < run->n_computed; i++) {
         const int32_t lane = run->computed[i];
-        const int32_t first_layer = i == 0 ? 0 : run->engine->fork_layers[lane];
-        QKV_TRY(qkv_engine_zero_pages(err, run->engine, lane, first_layer, run->pages + first,
+        const int32_t first_layer = i == 0 ? 0 : engine->fork_layers[lane];
+        QKV_TRY(qkv_engine_zero_pages(err, engine, lane, false, first_layer, run->pages + first,
                                       n_pages));
+        if (engine->window > 0) {
+            QKV_TRY(qkv_engine_zero_pages(err, engine, lane, true, first_layer, &blank, 1));
+            QKV_TRY(qkv_engine_zero_pages(err, engine, lane, true, first_layer,
+                                          run->window_pages + first, n_pages));
+        }
     }
     return QKV_OK;
 }
@@ -223,6 +259,7 @@ static void fill_batch(struct qkv_lockstep *run, int32_t n_rows)
             .first_pos = run->n_done,
             .pages = run->pages,
             .n_pages = qkv_pages_for(run->n_done + n_rows),
+            .window_pages = run->window_pages,
             .fork_layer = i == 0 ? 0 : engine->fork_layers[lane],
             .is_long = is_long,
         };
@@ -290,10 +327,12 @@ enum qkv_status qkv_lockstep_step(struct qkv_error *err, struct qkv_lockstep *ru
     if (run->n_done < run->decode_start && n_rows > run->decode_start - run->n_done) {
         n_rows = run->decode_start - run->n_done;
     }
+    n_rows = fit_window(run, n_rows);
     if (n_rows > 0) {
         const struct qkv_model *model = engine->models[phase_of_chunk(run)];
         const uint64_t n_before = qkv_model_layer_rows(model);
         const uint64_t n_layers = (uint64_t)qkv_engine_config(engine)->n_layers;
+        list_window(run, n_rows);
         QKV_TRY(zero_pages(err, run, n_rows));
         fill_batch(run, n_rows);
         QKV_TRY(qkv_engine_forward(err, engine));

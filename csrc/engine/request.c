@@ -56,8 +56,9 @@ void qkv_seq_destroy(struct qkv_seq *seq)
     if (seq == NULL) {
         return;
     }
-    assert(seq->n_pages == 0);
+    assert(seq->n_pages == 0 && seq->n_window_pages == 0);
     free(seq->tokens);
     free(seq->pages);
+    free(seq->window_pages);
     free(seq);
 }

@@ -40,12 +40,17 @@ struct qkv_seq {
     void *user; /* the engine's */
     /* ---- */
     int32_t tokens_capacity;
-    int32_t pages_capacity;
+    int32_t pages_capacity;      /* of both lists */
     int64_t order;               /* of submission; -1 before */
     struct qkv_radix_node *node; /* end of the locked path in the prefix tree */
     int32_t n_shared_pages;      /* first pages that belong to the tree, not to this sequence */
     int64_t slot;                /* in the sorted part of the queue; -1: not there */
     struct qkv_seq *prev, *next; /* of the list it is in */
+    /* ---- the engine's to read again, of models with windows */
+    int32_t *window_pages;     /* [n_window_pages] ids in its window pool, if it has one */
+    int32_t n_window_pages;    /* those of positions that no row of a step reaches are not there */
+    int32_t first_window_page; /* entries before it are QKV_BLANK_PAGE: their pages were given
+                                  back, as no row to come sees them */
 };
 
 /* Past its prompt: one row a step, which no other sequence's prompt takes away from it. */

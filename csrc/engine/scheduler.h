@@ -10,6 +10,11 @@
  * waits for it: each shared prefix is computed once while it is resident. FCFS: by submission, as a
  * server would.
  *
+ * Layers with a window have a page pool of their own. A sequence takes its pages for the rows of a
+ * step, and gives back those that no later row can see. Both pools count when sequences are
+ * admitted or retracted, and a prompt's rows in a step are as many as the window pool has room
+ * for. A prefix is found as far as the last pages that the next token sees are still kept.
+ *
  * Where long sequences have other keys (longrope: qkv_model_config.long_above), one that becomes
  * long is retracted and computed again, and the pages of long ones are found by nobody: a cached
  * prefix is always one of short sequences. */
@@ -27,9 +32,11 @@ struct qkv_scheduler;
 
 struct qkv_scheduler_options {
     int32_t n_lanes;
-    int32_t n_pages;      /* per lane */
-    int32_t chunk_tokens; /* prefill rows per step */
-    int32_t max_running;  /* sequences, over all lanes; qkv_scheduler_limit() changes it */
+    int32_t n_pages;        /* per lane */
+    int32_t n_window_pages; /* per lane, the blank one included; 0: no layer has a window */
+    int32_t window;         /* position p sees p - window + 1 .. p in the layers with a window */
+    int32_t chunk_tokens;   /* prefill rows per step */
+    int32_t max_running;    /* sequences, over all lanes; qkv_scheduler_limit() changes it */
     bool prefix_cache;
     bool offline;       /* else first come, first served */
     int32_t long_above; /* sequences of more tokens are long; 0: none is */
@@ -49,7 +56,9 @@ struct qkv_step {
     const int32_t *new_pages; /* pages to zero before the step, of lane l: new_pages[new_first[l]]
                                  to new_pages[new_first[l + 1] - 1]; again after a cancel */
     const int32_t *new_first; /* [n_lanes + 1] */
-    int32_t n_retracted;      /* in this plan */
+    const int32_t *new_window_pages; /* the same of the window pools */
+    const int32_t *new_window_first;
+    int32_t n_retracted; /* in this plan */
 };
 
 struct qkv_scheduler_counts {
@@ -58,6 +67,9 @@ struct qkv_scheduler_counts {
     int64_t n_free_pages;      /* of all lanes */
     int64_t n_evictable_pages; /* held by prefix trees only */
     int64_t n_pages;
+    int64_t n_free_window_pages; /* of the window pools likewise, without the blank pages */
+    int64_t n_evictable_window_pages;
+    int64_t n_window_pages;
     int64_t n_retractions;   /* ever */
     int64_t n_prefill_rows;  /* ever, recomputation included: all rows but those of a token that
                                 was sampled and has not been in the cache since */
@@ -67,6 +79,7 @@ struct qkv_scheduler_counts {
     int64_t most_short;      /* sequences that max_running and the step's rows would have let run,
                                 and pages did not */
     int64_t most_used_pages; /* of all lanes, held by running sequences */
+    int64_t most_used_window_pages;
 };
 
 enum qkv_status qkv_scheduler_create(struct qkv_error *err,
@@ -75,7 +88,7 @@ enum qkv_status qkv_scheduler_create(struct qkv_error *err,
 /* Sequences are the caller's; those it still knows lose their pages. */
 void qkv_scheduler_destroy(struct qkv_scheduler *scheduler);
 
-/* Queues a sequence. QKV_ERR_PAGES if n_prompt + max_tokens can never fit into a lane's pool: the
+/* Queues a sequence. QKV_ERR_PAGES if n_prompt + max_tokens can never fit into a lane's pools: the
  * message names tokens needed and there. */
 enum qkv_status qkv_scheduler_add(struct qkv_error *err, struct qkv_scheduler *scheduler,
                                   struct qkv_seq *seq);

@@ -46,6 +46,7 @@ struct qkv_kv_layer {
     enum qkv_kv_format k_format;
     enum qkv_kv_format v_format; /* of a latent layer k_format */
     bool latent;
+    bool windowed; /* its pages are those of the window pool (kv/window.h) */
 };
 
 /* Bytes of one token over all layers. */

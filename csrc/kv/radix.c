@@ -112,6 +112,12 @@ static struct qkv_radix_node *node_of(const struct qkv_radix *tree, int32_t page
     return page == NONE ? NULL : &tree->nodes[page];
 }
 
+struct qkv_radix_node *qkv_radix_parent(const struct qkv_radix *tree,
+                                        const struct qkv_radix_node *node)
+{
+    return node_of(tree, node->parent);
+}
+
 /* Multiply and fold, 64 bits at a time. Equality is always decided by the tokens themselves. */
 static uint32_t bucket_of(const struct qkv_radix *tree, int32_t parent, const int32_t *tokens)
 {

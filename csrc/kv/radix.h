@@ -55,6 +55,8 @@ struct qkv_radix_node *qkv_radix_extend(struct qkv_radix *tree, struct qkv_radix
 int32_t qkv_radix_evict(struct qkv_radix *tree);
 
 int32_t qkv_radix_page(const struct qkv_radix *tree, const struct qkv_radix_node *node);
+struct qkv_radix_node *qkv_radix_parent(const struct qkv_radix *tree,
+                                        const struct qkv_radix_node *node);
 /* Locks on a page, -1 if the page is not in the tree. */
 int32_t qkv_radix_n_locks(const struct qkv_radix *tree, int32_t page);
 /* Pages at the end of the path that nobody but one sequence has locked. */

@@ -237,5 +237,6 @@ PyMethodDef qkv_py_codec_methods[] = {
      "UnsupportedError: the format has no codec."},
     {"simulate", (PyCFunction)(void (*)(void))qkv_py_simulate, METH_VARARGS | METH_KEYWORDS,
      qkv_py_simulate_doc},
+    {"window_tokens", qkv_py_window_tokens, METH_VARARGS, qkv_py_window_tokens_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -145,11 +145,12 @@ static PyObject *build_info(const struct qkv_engine_info *info)
     };
     PyObject *result = build_set(info, QKV_PHASE_DECODE);
     PyObject *others = Py_BuildValue(
-        "{s:s,s:s,s:i,s:s,s:s,s:N,s:s,s:N,s:L,s:i,s:i,s:i,s:i,s:i}", "device", info->device.name,
-        "isa", info->device.isa, "threads", info->device.n_threads, "compute_dtype", compute,
-        "activation_quant", ACTIVATIONS[info->activations], "prefill", build_prefill(info),
-        "query_dtype", info->quantize_q ? "fp8_e4m3" : "bf16", "config", config, "kv_tokens",
-        (long long)info->kv_tokens, "max_model_len", info->max_model_len, "max_running",
+        "{s:s,s:s,s:i,s:s,s:s,s:N,s:s,s:N,s:L,s:L,s:i,s:i,s:i,s:i,s:i}", "device",
+        info->device.name, "isa", info->device.isa, "threads", info->device.n_threads,
+        "compute_dtype", compute, "activation_quant", ACTIVATIONS[info->activations], "prefill",
+        build_prefill(info), "query_dtype", info->quantize_q ? "fp8_e4m3" : "bf16", "config",
+        config, "kv_tokens", (long long)info->kv_tokens, "kv_window_tokens",
+        (long long)info->kv_window_tokens, "max_model_len", info->max_model_len, "max_running",
         info->max_running, "chunk_tokens", info->chunk_tokens, "n_lanes", info->n_lanes,
         "max_logit_rows", info->max_logit_rows);
     if (result == NULL || others == NULL || PyDict_Update(result, others) < 0) {
@@ -195,10 +196,11 @@ static PyObject *engine_memory(PyObject *object, PyObject *unused)
     if (lanes == NULL) {
         return NULL;
     }
-    PyObject *result = Py_BuildValue("{s:K,s:K,s:K,s:N,s:K,s:K,s:K}", "weights",
+    PyObject *result = Py_BuildValue("{s:K,s:K,s:K,s:K,s:N,s:K,s:K,s:K}", "weights",
                                      (unsigned long long)memory.weight_bytes, "activations",
                                      (unsigned long long)memory.activation_bytes, "kv",
-                                     (unsigned long long)memory.kv_bytes, "kv_lanes", lanes,
+                                     (unsigned long long)memory.kv_bytes, "kv_windows",
+                                     (unsigned long long)memory.kv_window_bytes, "kv_lanes", lanes,
                                      "kv_resident", (unsigned long long)memory.kv_resident_bytes,
                                      "hidden", (unsigned long long)memory.hidden_bytes, "scratch",
                                      (unsigned long long)memory.scratch_bytes);
@@ -223,12 +225,16 @@ static PyObject *engine_counts(PyObject *object, PyObject *unused)
     qkv_engine_counts(engine, &c);
     qkv_py_engine_leave(cast(object));
     return Py_BuildValue(
-        "{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "n_waiting", (long long)c.n_waiting,
-        "n_running", (long long)c.n_running, "n_free_pages", (long long)c.n_free_pages,
-        "n_evictable_pages", (long long)c.n_evictable_pages, "n_pages", (long long)c.n_pages,
-        "n_retractions", (long long)c.n_retractions, "n_prefill_rows", (long long)c.n_prefill_rows,
-        "n_reused_tokens", (long long)c.n_reused_tokens, "most_running", (long long)c.most_running,
-        "most_short", (long long)c.most_short, "most_used_pages", (long long)c.most_used_pages);
+        "{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "n_waiting",
+        (long long)c.n_waiting, "n_running", (long long)c.n_running, "n_free_pages",
+        (long long)c.n_free_pages, "n_evictable_pages", (long long)c.n_evictable_pages, "n_pages",
+        (long long)c.n_pages, "n_retractions", (long long)c.n_retractions, "n_prefill_rows",
+        (long long)c.n_prefill_rows, "n_reused_tokens", (long long)c.n_reused_tokens,
+        "most_running", (long long)c.most_running, "most_short", (long long)c.most_short,
+        "most_used_pages", (long long)c.most_used_pages, "n_window_pages",
+        (long long)c.n_window_pages, "n_free_window_pages", (long long)c.n_free_window_pages,
+        "n_evictable_window_pages", (long long)c.n_evictable_window_pages, "most_used_window_pages",
+        (long long)c.most_used_window_pages);
 }
 
 /* ---- steps and results ---- */
@@ -494,8 +500,9 @@ static PyMethodDef engine_methods[] = {
     {"memory", engine_memory, METH_NOARGS,
      "memory($self)\n--\n\n"
      "Bytes: weights (with a second set, prefill_weights of them are its), activations, kv (all\n"
-     "lanes, reserved), kv_lanes (a list, by lane), kv_resident (of kv: up to the last page that\n"
-     "was used so far), hidden (rows that wait for a comparison), scratch."},
+     "lanes, reserved), kv_windows (of kv: of the layers with windows), kv_lanes (a list, by\n"
+     "lane), kv_resident (of kv: up to the last page that was used so far), hidden (rows that\n"
+     "wait for a comparison), scratch."},
     {"kv_scales", qkv_py_engine_kv_scales, METH_O,
      "kv_scales($self, lane, /)\n--\n\n"
      "[n_layers, 2, n_kv_heads] float32, K then V: what the lane applies; 1 where its format has\n"
@@ -521,7 +528,8 @@ static PyMethodDef engine_methods[] = {
      "counts($self)\n--\n\nThe scheduler's counters: n_waiting, n_running (sequences), n_pages,\n"
      "n_free_pages, n_evictable_pages (all lanes), n_retractions, n_prefill_rows,\n"
      "n_reused_tokens (ever); since the last flush() the largest values of a step: most_running,\n"
-     "most_short (sequences that pages alone kept from running), most_used_pages."},
+     "most_short (sequences that pages alone kept from running), most_used_pages. And\n"
+     "n_window_pages and so on, of the pages of layers with windows."},
     {"add", (PyCFunction)(void (*)(void))qkv_py_engine_add, METH_VARARGS | METH_KEYWORDS,
      qkv_py_engine_add_doc},
     {"step", engine_step, METH_NOARGS,

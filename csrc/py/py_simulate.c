@@ -6,23 +6,25 @@
 #include "base/mem.h"
 #include "engine/simulate.h"
 #include "kv/kv_formats.h"
+#include "kv/window.h"
 #include "py/npy.h"
 
 const char qkv_py_simulate_doc[] =
     "simulate(requests, *, kv_tokens, max_running, chunk_tokens=512, prefix_cache=True,\n"
-    "         offline=True, step_seconds=0.0, prefill_row_seconds=0.0, decode_row_seconds=0.0,\n"
-    "         kv_token_seconds=0.0)\n--\n\n"
+    "         offline=True, window=0, step_seconds=0.0, prefill_row_seconds=0.0,\n"
+    "         decode_row_seconds=0.0, kv_token_seconds=0.0)\n--\n\n"
     "The engine's scheduler over virtual requests and a virtual clock: a Simulation.\n\n"
     "requests: int32 [n, 4]: group (-1: none), tokens of the prompt that the group shares, its\n"
     "own (at least 1), output tokens (at least 1). All are known at the start, in this order. A\n"
     "step takes step_seconds, and so much for each row of a prompt, for each other row, and for\n"
-    "each token that one of the step's requests attends to.\n\n"
+    "each token that one of the step's requests attends to. window: the largest of a layer; 0:\n"
+    "none has one.\n\n"
     "ValueError: a bad argument. OutOfPages: names the request that can never fit.";
 
 enum { STEPS_BETWEEN_SIGNALS = 1 << 14 };
 
 struct simulate_args {
-    PyObject *requests, *kv_tokens, *max_running, *chunk_tokens;
+    PyObject *requests, *kv_tokens, *max_running, *chunk_tokens, *window;
     int prefix_cache, offline;
     struct qkv_sim_cost cost;
 };
@@ -34,11 +36,16 @@ static int convert_options(const struct simulate_args *a, struct qkv_scheduler_o
                    &kv_tokens) < 0 ||
         qkv_py_int32(a->max_running, "max_running", 1, &options->max_running) < 0 ||
         (a->chunk_tokens != NULL &&
-         qkv_py_int32(a->chunk_tokens, "chunk_tokens", 1, &options->chunk_tokens) < 0)) {
+         qkv_py_int32(a->chunk_tokens, "chunk_tokens", 1, &options->chunk_tokens) < 0) ||
+        (a->window != NULL && qkv_py_int32(a->window, "window", 0, &options->window) < 0)) {
         return -1;
     }
     options->n_lanes = 1;
     options->n_pages = (int32_t)(kv_tokens / QKV_PAGE_TOKENS);
+    if (options->window > 0) {
+        options->n_window_pages = qkv_window_pool_pages(
+            options->window, options->n_pages, options->max_running, options->chunk_tokens);
+    }
     options->prefix_cache = a->prefix_cache != 0;
     options->offline = a->offline != 0;
     return 0;
@@ -175,15 +182,23 @@ static PyObject *simulate(const struct qkv_py_state *state, const struct simulat
 
 PyObject *qkv_py_simulate(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "requests", "kv_tokens",    "max_running",         "chunk_tokens",       "prefix_cache",
-        "offline",  "step_seconds", "prefill_row_seconds", "decode_row_seconds", "kv_token_seconds",
-        NULL};
+    static char *names[] = {"requests",
+                            "kv_tokens",
+                            "max_running",
+                            "chunk_tokens",
+                            "prefix_cache",
+                            "offline",
+                            "window",
+                            "step_seconds",
+                            "prefill_row_seconds",
+                            "decode_row_seconds",
+                            "kv_token_seconds",
+                            NULL};
     struct simulate_args a = {.prefix_cache = 1, .offline = 1};
     struct qkv_scheduler_options options = {.chunk_tokens = 512};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OOOppdddd:simulate", names, &a.requests,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OOOppOdddd:simulate", names, &a.requests,
                                      &a.kv_tokens, &a.max_running, &a.chunk_tokens, &a.prefix_cache,
-                                     &a.offline, &a.cost.step_s, &a.cost.prefill_row_s,
+                                     &a.offline, &a.window, &a.cost.step_s, &a.cost.prefill_row_s,
                                      &a.cost.decode_row_s, &a.cost.kv_token_s)) {
         return NULL;
     }
@@ -195,4 +210,31 @@ PyObject *qkv_py_simulate(PyObject *module, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     return simulate(qkv_py_state_of_module(module), &a, &options);
+}
+
+const char qkv_py_window_tokens_doc[] =
+    "window_tokens(window, kv_tokens, max_running, chunk_tokens, /)\n--\n\n"
+    "Tokens that the layers with windows (the largest of `window` tokens) hold beside a pool of\n"
+    "kv_tokens, as an engine sizes it, with the blank page, which holds none.";
+
+PyObject *qkv_py_window_tokens(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *given[4];
+    int64_t kv_tokens = 0;
+    int32_t window = 0;
+    int32_t max_running = 0;
+    int32_t chunk_tokens = 0;
+    if (!PyArg_ParseTuple(args, "OOOO:window_tokens", &given[0], &given[1], &given[2], &given[3]) ||
+        qkv_py_int32(given[0], "window", 1, &window) < 0 ||
+        qkv_py_int(given[1], "kv_tokens", QKV_PAGE_TOKENS,
+                   (int64_t)(INT32_MAX - 1) * QKV_PAGE_TOKENS, &kv_tokens) < 0 ||
+        qkv_py_int32(given[2], "max_running", 1, &max_running) < 0 ||
+        qkv_py_int32(given[3], "chunk_tokens", 1, &chunk_tokens) < 0) {
+        return NULL;
+    }
+    const int32_t n_pages = (int32_t)(kv_tokens / QKV_PAGE_TOKENS);
+    return PyLong_FromLongLong(
+        (long long)qkv_window_pool_pages(window, n_pages, max_running, chunk_tokens) *
+        QKV_PAGE_TOKENS);
 }

@@ -44,6 +44,11 @@ struct plan {
     size_t work_stride; /* bytes of a thread's area */
 };
 
+static const int32_t *pages_of(const struct qkv_batch_seq *seq, bool windowed)
+{
+    return windowed ? seq->window_pages : seq->pages;
+}
+
 /* ---- checks ---- */
 
 static enum qkv_status check_sequence(struct qkv_error *err, const struct qkv_batch *batch,
@@ -70,10 +75,18 @@ static enum qkv_status check_sequence(struct qkv_error *err, const struct qkv_ba
                         "sequence %d: positions %d to %lld do not fit into its %d pages", index,
                         seq->first_pos, (long long)n_positions - 1, seq->n_pages);
     }
+    const struct qkv_cpu_kv_layer *of = &kv->layers[layer];
+    const int32_t *pages = pages_of(seq, of->desc.windowed);
+    if (pages == NULL) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "sequence %d: layer %d has a window, and there are "
+                        "no pages for it",
+                        index, layer);
+    }
     for (int32_t i = 0; i < seq->n_pages; i++) {
-        if (seq->pages[i] < 0 || seq->pages[i] >= kv->n_pages) {
+        if (pages[i] < 0 || pages[i] >= of->n_pages) {
             return qkv_fail(err, QKV_ERR_ARGUMENT, "sequence %d: page %d, the pool has %d", index,
-                            seq->pages[i], kv->n_pages);
+                            pages[i], of->n_pages);
         }
     }
     return QKV_OK;
@@ -280,7 +293,7 @@ static void fill_units(struct plan *plan, const struct qkv_batch *batch, int32_t
         struct qkv_attn_seq *seq = &plan->seqs[i];
         *seq = (struct qkv_attn_seq){
             .kv = &batch->lanes[from->lane]->layers[layer],
-            .pages = from->pages,
+            .pages = pages_of(from, batch->lanes[from->lane]->layers[layer].desc.windowed),
             .first_row = from->first_row,
             .first_pos = from->first_pos,
             .n_rows = from->n_rows,

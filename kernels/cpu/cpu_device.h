@@ -95,7 +95,7 @@ enum qkv_status qkv_cpu_rope_begin(struct qkv_error *err, struct qkv_device *dev
 enum qkv_status qkv_cpu_kv_create(struct qkv_error *err, struct qkv_device *dev,
                                   const struct qkv_kv_desc *desc, struct qkv_kv **out);
 void qkv_cpu_kv_destroy(struct qkv_device *dev, struct qkv_kv *kv);
-size_t qkv_cpu_kv_bytes(const struct qkv_kv *kv);
+size_t qkv_cpu_kv_bytes(const struct qkv_kv *kv, bool windowed);
 enum qkv_status qkv_cpu_kv_set_scales(struct qkv_error *err, struct qkv_device *dev,
                                       struct qkv_kv *kv, int32_t layer, const float *k_scale,
                                       const float *v_scale);
@@ -110,7 +110,8 @@ enum qkv_status qkv_cpu_kv_histogram(struct qkv_error *err, struct qkv_device *d
                                      const struct qkv_kv *kv, int32_t layer, int32_t head,
                                      bool values, uint64_t *counts);
 enum qkv_status qkv_cpu_kv_zero(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
-                                int32_t first_layer, const int32_t *pages, int32_t n_pages);
+                                bool windowed, int32_t first_layer, const int32_t *pages,
+                                int32_t n_pages);
 /* QKV_OK if this build attends over these formats. */
 enum qkv_status qkv_cpu_kv_supports(struct qkv_error *err, const struct qkv_device *dev,
                                     const struct qkv_support_query *query);

@@ -169,14 +169,14 @@ enum qkv_status qkv_cpu_kv_supports(struct qkv_error *err, const struct qkv_devi
                                                   .latent = query->latent});
 }
 
-static size_t layer_k_bytes(const struct qkv_kv *kv, const struct qkv_cpu_kv_layer *layer)
+static size_t layer_k_bytes(const struct qkv_cpu_kv_layer *layer)
 {
-    return (size_t)kv->n_pages * (size_t)layer->desc.n_kv_heads * layer->k_page_bytes;
+    return (size_t)layer->n_pages * (size_t)layer->desc.n_kv_heads * layer->k_page_bytes;
 }
 
-static size_t layer_v_bytes(const struct qkv_kv *kv, const struct qkv_cpu_kv_layer *layer)
+static size_t layer_v_bytes(const struct qkv_cpu_kv_layer *layer)
 {
-    return (size_t)kv->n_pages * (size_t)layer->desc.n_kv_heads * layer->v_page_bytes;
+    return (size_t)layer->n_pages * (size_t)layer->desc.n_kv_heads * layer->v_page_bytes;
 }
 
 static enum qkv_status layer_create(struct qkv_error *err, struct qkv_device *dev,
@@ -189,18 +189,18 @@ static enum qkv_status layer_create(struct qkv_error *err, struct qkv_device *de
     QKV_TRY(check_dims(err, desc));
     size_t n_heads = (size_t)desc->n_kv_heads;
     layer->desc = *desc;
-    layer->n_pages = kv->n_pages;
+    layer->n_pages = kv->n_pages[desc->windowed];
     layer->k_pad = (int32_t)qkv_round_up((size_t)desc->k_dim, QKV_ATTN_PAD);
     layer->v_pad = (int32_t)qkv_round_up((size_t)desc->v_dim, QKV_ATTN_PAD);
     layer->k_page_bytes = QKV_PAGE_TOKENS * qkv_kv_row_bytes(desc->k_format, layer->k_pad);
     layer->v_page_bytes =
         desc->latent ? 0 : QKV_PAGE_TOKENS * qkv_kv_row_bytes(desc->v_format, layer->v_pad);
     uint64_t total = 0;
-    if (!qkv_mul_size(n_heads * (layer->k_page_bytes + layer->v_page_bytes), (uint64_t)kv->n_pages,
-                      &total) ||
+    if (!qkv_mul_size(n_heads * (layer->k_page_bytes + layer->v_page_bytes),
+                      (uint64_t)layer->n_pages, &total) ||
         total > SIZE_MAX / 2) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "KV pool: %d pages are more bytes than a size holds",
-                        kv->n_pages);
+                        layer->n_pages);
     }
     QKV_TRY(qkv_calloc(err, n_heads, sizeof(float), (void **)&layer->k_scale));
     QKV_TRY(qkv_calloc(err, n_heads, sizeof(float), (void **)&layer->v_scale));
@@ -210,10 +210,10 @@ static enum qkv_status layer_create(struct qkv_error *err, struct qkv_device *de
         layer->k_scale[i] = 1.0f;
         layer->v_scale[i] = 1.0f;
     }
-    QKV_TRY(dev->allocator.alloc(err, dev->allocator.ctx, layer_k_bytes(kv, layer),
-                                 (void **)&layer->k));
+    QKV_TRY(
+        dev->allocator.alloc(err, dev->allocator.ctx, layer_k_bytes(layer), (void **)&layer->k));
     return desc->latent ? QKV_OK
-                        : dev->allocator.alloc(err, dev->allocator.ctx, layer_v_bytes(kv, layer),
+                        : dev->allocator.alloc(err, dev->allocator.ctx, layer_v_bytes(layer),
                                                (void **)&layer->v);
 }
 
@@ -226,12 +226,19 @@ enum qkv_status qkv_cpu_kv_create(struct qkv_error *err, struct qkv_device *dev,
     }
     struct qkv_kv *kv = NULL;
     QKV_TRY(qkv_calloc(err, 1, sizeof *kv, (void **)&kv));
-    kv->n_pages = desc->n_pages;
+    kv->n_pages[false] = desc->n_pages;
+    kv->n_pages[true] = desc->n_window_pages;
     kv->n_threads = qkv_threads_count(dev->threads);
     enum qkv_status status =
         qkv_calloc(err, (size_t)desc->n_layers, sizeof *kv->layers, (void **)&kv->layers);
     for (int32_t i = 0; status == QKV_OK && i < desc->n_layers; i++) {
         kv->n_layers = i + 1;
+        if (desc->layers[i].windowed && desc->n_window_pages < 1) {
+            status = qkv_fail(err, QKV_ERR_ARGUMENT,
+                              "KV pool: layer %d has a window, and there are %d window pages",
+                              (int)i, (int)desc->n_window_pages);
+            break;
+        }
         status = layer_create(err, dev, kv, &desc->layers[i], &kv->layers[i]);
     }
     if (status != QKV_OK) {
@@ -250,10 +257,10 @@ void qkv_cpu_kv_destroy(struct qkv_device *dev, struct qkv_kv *kv)
     for (int32_t i = 0; i < kv->n_layers; i++) {
         struct qkv_cpu_kv_layer *layer = &kv->layers[i];
         if (layer->k != NULL) {
-            dev->allocator.free(dev->allocator.ctx, layer->k, layer_k_bytes(kv, layer));
+            dev->allocator.free(dev->allocator.ctx, layer->k, layer_k_bytes(layer));
         }
         if (layer->v != NULL) {
-            dev->allocator.free(dev->allocator.ctx, layer->v, layer_v_bytes(kv, layer));
+            dev->allocator.free(dev->allocator.ctx, layer->v, layer_v_bytes(layer));
         }
         free(layer->k_scale);
         free(layer->v_scale);
@@ -264,11 +271,14 @@ void qkv_cpu_kv_destroy(struct qkv_device *dev, struct qkv_kv *kv)
     free(kv);
 }
 
-size_t qkv_cpu_kv_bytes(const struct qkv_kv *kv)
+size_t qkv_cpu_kv_bytes(const struct qkv_kv *kv, bool windowed)
 {
     size_t n_bytes = 0;
     for (int32_t i = 0; i < kv->n_layers; i++) {
-        n_bytes += layer_k_bytes(kv, &kv->layers[i]) + layer_v_bytes(kv, &kv->layers[i]);
+        const struct qkv_cpu_kv_layer *layer = &kv->layers[i];
+        if (layer->desc.windowed == windowed) {
+            n_bytes += layer_k_bytes(layer) + layer_v_bytes(layer);
+        }
     }
     return n_bytes;
 }
@@ -384,19 +394,21 @@ enum qkv_status qkv_cpu_kv_histogram(struct qkv_error *err, struct qkv_device *d
 }
 
 enum qkv_status qkv_cpu_kv_zero(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
-                                int32_t first_layer, const int32_t *pages, int32_t n_pages)
+                                bool windowed, int32_t first_layer, const int32_t *pages,
+                                int32_t n_pages)
 {
     (void)dev;
     QKV_TRY(check_layer(err, "KV pages", kv, first_layer));
     for (int32_t i = 0; i < n_pages; i++) {
-        if (pages[i] < 0 || pages[i] >= kv->n_pages) {
+        if (pages[i] < 0 || pages[i] >= kv->n_pages[windowed]) {
             return qkv_fail(err, QKV_ERR_ARGUMENT, "KV page %d, the pool has %d", pages[i],
-                            kv->n_pages);
+                            kv->n_pages[windowed]);
         }
     }
     for (int32_t l = first_layer; l < kv->n_layers; l++) {
         struct qkv_cpu_kv_layer *layer = &kv->layers[l];
-        for (int32_t head = 0; head < layer->desc.n_kv_heads; head++) {
+        int32_t n_heads = layer->desc.windowed == windowed ? layer->desc.n_kv_heads : 0;
+        for (int32_t head = 0; head < n_heads; head++) {
             for (int32_t i = 0; i < n_pages; i++) {
                 memset(layer->k + qkv_cpu_kv_k_offset(layer, pages[i], head), 0,
                        layer->k_page_bytes);

@@ -33,7 +33,7 @@ struct qkv_cpu_kv_layer {
 
 struct qkv_kv {
     int32_t n_layers;
-    int32_t n_pages;
+    int32_t n_pages[2];              /* of layers that see everything, of windowed ones */
     int32_t n_threads;               /* of the device */
     bool observed;                   /* now */
     struct qkv_cpu_kv_layer *layers; /* [n_layers] */

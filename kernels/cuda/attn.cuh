@@ -43,12 +43,13 @@ struct qkv_cuda_kv_layer {
     struct qkv_cuda_store v;
     int32_t n_kv_heads;
     int32_t latent;
+    int32_t n_pages;
+    int32_t windowed; /* its pages are those of qkv_cuda_batch.window_pages */
 };
 
 /* Of a pool: device [n_layers]; host, the same. */
 const struct qkv_cuda_kv_layer *qkv_cuda_kv_layers(const struct qkv_kv *kv);
-const struct qkv_cuda_kv_layer *qkv_cuda_kv_host_layers(const struct qkv_kv *kv, int32_t *n_layers,
-                                                        int32_t *n_pages);
+const struct qkv_cuda_kv_layer *qkv_cuda_kv_host_layers(const struct qkv_kv *kv, int32_t *n_layers);
 
 /* What one attention operation is about; both of its kernels take it. */
 struct qkv_cuda_attn_params {

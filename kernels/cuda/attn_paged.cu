@@ -48,9 +48,8 @@ static enum qkv_status check_sequence(struct qkv_error *err, const struct qkv_ba
 {
     const struct qkv_batch_seq *seq = &batch->seqs[index];
     int32_t n_layers;
-    int32_t n_pages;
     const struct qkv_cuda_kv_layer *layers =
-        qkv_cuda_kv_host_layers(batch->lanes[seq->lane], &n_layers, &n_pages);
+        qkv_cuda_kv_host_layers(batch->lanes[seq->lane], &n_layers);
     if (layer < 0 || layer >= n_layers) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "attention: layer %d, the KV pool has %d", layer,
                         n_layers);
@@ -61,10 +60,17 @@ static enum qkv_status check_sequence(struct qkv_error *err, const struct qkv_ba
                         "sequence %d: positions %d to %lld do not fit into its %d pages", index,
                         seq->first_pos, (long long)n_positions - 1, seq->n_pages);
     }
+    const int32_t *pages = layers[layer].windowed ? seq->window_pages : seq->pages;
+    if (pages == NULL) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "sequence %d: layer %d has a window, and there are "
+                        "no pages for it",
+                        index, layer);
+    }
     for (int32_t i = 0; i < seq->n_pages; i++) {
-        if (seq->pages[i] < 0 || seq->pages[i] >= n_pages) {
+        if (pages[i] < 0 || pages[i] >= layers[layer].n_pages) {
             return qkv_fail(err, QKV_ERR_ARGUMENT, "sequence %d: page %d, the pool has %d", index,
-                            seq->pages[i], n_pages);
+                            pages[i], layers[layer].n_pages);
         }
     }
     *out = &layers[layer];
@@ -235,6 +241,7 @@ static struct qkv_cuda_attn_params describe(const struct qkv_device *dev,
 {
     struct qkv_cuda_attn_params p = {};
     p.batch = dev->on_device;
+    p.batch.pages = layer->windowed ? p.batch.window_pages : p.batch.pages;
     p.units = dev->plan.units;
     p.out = (float *)args->out->data;
     p.q_norm = data_of(args->q_norm);

@@ -107,7 +107,7 @@ static enum qkv_status begin_ropes(struct qkv_error *err, struct qkv_device *dev
 
 /* Places of the arrays in one piece of staging memory, in bytes. */
 struct layout {
-    size_t tokens, positions, seq_of_row, pages, seqs, lanes, end;
+    size_t tokens, positions, seq_of_row, pages, window_pages, seqs, lanes, end;
 };
 
 static struct layout lay_out(const struct qkv_batch *batch)
@@ -121,7 +121,8 @@ static struct layout lay_out(const struct qkv_batch *batch)
     at.positions = at.tokens + row_bytes;
     at.seq_of_row = at.positions + row_bytes;
     at.pages = at.seq_of_row + row_bytes;
-    at.seqs = at.pages + n_pages * sizeof(int32_t);
+    at.window_pages = at.pages + n_pages * sizeof(int32_t);
+    at.seqs = at.window_pages + n_pages * sizeof(int32_t);
     size_t seqs_end = at.seqs + (size_t)batch->n_seqs * sizeof(struct qkv_cuda_seq);
     at.lanes = qkv_round_up(seqs_end, sizeof(void *));
     at.end = at.lanes + (size_t)batch->n_lanes * sizeof(void *);
@@ -132,6 +133,7 @@ static void fill(const struct qkv_batch *batch, const struct layout *at, uint8_t
 {
     int32_t *seq_of_row = (int32_t *)(void *)(host + at->seq_of_row);
     int32_t *pages = (int32_t *)(void *)(host + at->pages);
+    int32_t *window_pages = (int32_t *)(void *)(host + at->window_pages);
     struct qkv_cuda_seq *seqs = (struct qkv_cuda_seq *)(void *)(host + at->seqs);
     size_t row_bytes = (size_t)batch->n_rows * sizeof(int32_t);
     memcpy(host + at->tokens, batch->tokens, row_bytes);
@@ -145,7 +147,11 @@ static void fill(const struct qkv_batch *batch, const struct layout *at, uint8_t
         for (int32_t r = 0; r < seq->n_rows; r++) {
             seq_of_row[seq->first_row + r] = s;
         }
-        memcpy(pages + n_pages, seq->pages, (size_t)seq->n_pages * sizeof(int32_t));
+        size_t n_bytes = (size_t)seq->n_pages * sizeof(int32_t);
+        memcpy(pages + n_pages, seq->pages, n_bytes);
+        if (seq->window_pages != NULL) {
+            memcpy(window_pages + n_pages, seq->window_pages, n_bytes);
+        }
         n_pages += seq->n_pages;
     }
     for (int32_t i = 0; i < batch->n_lanes; i++) {
@@ -173,6 +179,7 @@ enum qkv_status qkv_cuda_begin(struct qkv_error *err, struct qkv_device *dev,
     to->positions = (const int32_t *)(const void *)(base + at.positions);
     to->seq_of_row = (const int32_t *)(const void *)(base + at.seq_of_row);
     to->pages = (const int32_t *)(const void *)(base + at.pages);
+    to->window_pages = (const int32_t *)(const void *)(base + at.window_pages);
     to->seqs = (const struct qkv_cuda_seq *)(const void *)(base + at.seqs);
     to->lanes = (const struct qkv_cuda_kv_layer *const *)(const void *)(base + at.lanes);
     to->n_rows = batch->n_rows;

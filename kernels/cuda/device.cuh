@@ -93,6 +93,7 @@ struct qkv_cuda_batch {
     const int32_t *positions;                     /* [n_rows] */
     const int32_t *seq_of_row;                    /* [n_rows] */
     const int32_t *pages;                         /* [all pages] */
+    const int32_t *window_pages;                  /* the same, of windowed layers */
     const struct qkv_cuda_seq *seqs;              /* [n_seqs] */
     const struct qkv_cuda_kv_layer *const *lanes; /* [n_lanes]: the layers of each pool */
     int32_t n_rows;
@@ -297,7 +298,7 @@ enum qkv_status qkv_cuda_kv_supports(struct qkv_error *err, const struct qkv_dev
 enum qkv_status qkv_cuda_kv_create(struct qkv_error *err, struct qkv_device *dev,
                                    const struct qkv_kv_desc *desc, struct qkv_kv **out);
 void qkv_cuda_kv_destroy(struct qkv_device *dev, struct qkv_kv *kv);
-size_t qkv_cuda_kv_bytes(const struct qkv_kv *kv);
+size_t qkv_cuda_kv_bytes(const struct qkv_kv *kv, bool windowed);
 enum qkv_status qkv_cuda_kv_set_scales(struct qkv_error *err, struct qkv_device *dev,
                                        struct qkv_kv *kv, int32_t layer, const float *k_scale,
                                        const float *v_scale);
@@ -312,7 +313,8 @@ enum qkv_status qkv_cuda_kv_histogram(struct qkv_error *err, struct qkv_device *
                                       const struct qkv_kv *kv, int32_t layer, int32_t head,
                                       bool values, uint64_t *counts);
 enum qkv_status qkv_cuda_kv_zero(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
-                                 int32_t first_layer, const int32_t *pages, int32_t n_pages);
+                                 bool windowed, int32_t first_layer, const int32_t *pages,
+                                 int32_t n_pages);
 
 /* attn_paged.cu */
 enum qkv_status qkv_cuda_attention(struct qkv_error *err, struct qkv_device *dev,

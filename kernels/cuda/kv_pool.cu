@@ -3,7 +3,7 @@
 
 struct qkv_kv {
     int32_t n_layers;
-    int32_t n_pages;
+    int32_t n_pages[2];                  /* of layers that see everything, of windowed ones */
     struct qkv_cuda_kv_layer *layers;    /* host [n_layers] */
     struct qkv_cuda_kv_layer *on_device; /* the same */
     uint64_t **histograms; /* host [2 * n_layers]: device memory, kept while not observed */
@@ -17,11 +17,9 @@ const struct qkv_cuda_kv_layer *qkv_cuda_kv_layers(const struct qkv_kv *kv)
     return kv->on_device;
 }
 
-const struct qkv_cuda_kv_layer *qkv_cuda_kv_host_layers(const struct qkv_kv *kv, int32_t *n_layers,
-                                                        int32_t *n_pages)
+const struct qkv_cuda_kv_layer *qkv_cuda_kv_host_layers(const struct qkv_kv *kv, int32_t *n_layers)
 {
     *n_layers = kv->n_layers;
-    *n_pages = kv->n_pages;
     return kv->layers;
 }
 
@@ -84,16 +82,16 @@ static enum qkv_status check_layer(struct qkv_error *err, const char *what, cons
 
 /* ---- creation ---- */
 
-static size_t store_bytes(const struct qkv_kv *kv, const struct qkv_cuda_store *store,
-                          int32_t n_heads)
+static size_t store_bytes(const struct qkv_cuda_kv_layer *layer, const struct qkv_cuda_store *store)
 {
-    return (size_t)kv->n_pages * (size_t)n_heads * (size_t)store->page_bytes;
+    return (size_t)layer->n_pages * (size_t)layer->n_kv_heads * (size_t)store->page_bytes;
 }
 
-static enum qkv_status describe_store(struct qkv_error *err, const struct qkv_kv *kv,
-                                      enum qkv_kv_format format, int32_t dim, int32_t n_heads,
+static enum qkv_status describe_store(struct qkv_error *err, const struct qkv_cuda_kv_layer *layer,
+                                      enum qkv_kv_format format, int32_t dim,
                                       struct qkv_cuda_store *out)
 {
+    int32_t n_heads = layer->n_kv_heads;
     const struct qkv_kv_format_traits *traits = qkv_kv_format_traits(format);
     int32_t pad = (int32_t)qkv_round_up((size_t)dim, QKV_CUDA_HEAD_PAD);
     out->format = format;
@@ -108,11 +106,11 @@ static enum qkv_status describe_store(struct qkv_error *err, const struct qkv_kv
     out->stochastic = traits->stochastic;
     out->page_bytes = (int64_t)qkv_round_up(QKV_PAGE_TOKENS * qkv_kv_row_bytes(format, pad), 16);
     uint64_t total = 0;
-    if (!qkv_mul_size((uint64_t)n_heads * (uint64_t)out->page_bytes, (uint64_t)kv->n_pages,
+    if (!qkv_mul_size((uint64_t)n_heads * (uint64_t)out->page_bytes, (uint64_t)layer->n_pages,
                       &total) ||
         total > SIZE_MAX / 2) {
         return qkv_fail(err, QKV_ERR_ARGUMENT, "KV pool: %d pages are more bytes than a size holds",
-                        kv->n_pages);
+                        layer->n_pages);
     }
     return QKV_OK;
 }
@@ -138,14 +136,15 @@ static enum qkv_status create_heads(struct qkv_error *err, struct qkv_device *de
 }
 
 static enum qkv_status create_store(struct qkv_error *err, struct qkv_device *dev,
-                                    const struct qkv_kv *kv, enum qkv_kv_format format, int32_t dim,
-                                    int32_t n_heads, struct qkv_cuda_store *out)
+                                    const struct qkv_cuda_kv_layer *layer,
+                                    enum qkv_kv_format format, int32_t dim,
+                                    struct qkv_cuda_store *out)
 {
     void *memory = NULL;
-    QKV_TRY(describe_store(err, kv, format, dim, n_heads, out));
-    QKV_TRY(qkv_cuda_alloc(err, store_bytes(kv, out, n_heads), &memory));
+    QKV_TRY(describe_store(err, layer, format, dim, out));
+    QKV_TRY(qkv_cuda_alloc(err, store_bytes(layer, out), &memory));
     out->pages = (uint8_t *)memory;
-    return create_heads(err, dev, n_heads, out);
+    return create_heads(err, dev, layer->n_kv_heads, out);
 }
 
 /* Of a latent layer V is K, seen as a row of fewer channels. */
@@ -153,19 +152,21 @@ static enum qkv_status create_layer(struct qkv_error *err, struct qkv_device *de
                                     const struct qkv_kv *kv, const struct qkv_kv_layer *desc,
                                     struct qkv_cuda_kv_layer *layer)
 {
-    int32_t n = desc->n_kv_heads;
-    layer->n_kv_heads = n;
+    layer->n_kv_heads = desc->n_kv_heads;
+    layer->n_pages = kv->n_pages[desc->windowed];
+    layer->windowed = desc->windowed;
     layer->latent = desc->latent;
-    QKV_TRY(create_store(err, dev, kv, desc->k_format, desc->k_dim, n, &layer->k));
+    QKV_TRY(check_shape(err, "n_pages", layer->n_pages, INT32_MAX, QKV_ERR_ARGUMENT));
+    QKV_TRY(create_store(err, dev, layer, desc->k_format, desc->k_dim, &layer->k));
     if (!desc->latent) {
-        return create_store(err, dev, kv, desc->v_format, desc->v_dim, n, &layer->v);
+        return create_store(err, dev, layer, desc->v_format, desc->v_dim, &layer->v);
     }
     layer->v = layer->k;
     layer->v.dim = desc->v_dim;
     layer->v.pad = desc->v_dim;
     layer->v.counts = NULL;
     layer->v.scale = NULL;
-    return create_heads(err, dev, n, &layer->v);
+    return create_heads(err, dev, desc->n_kv_heads, &layer->v);
 }
 
 /* What the kernels see of the layers is what the host has. */
@@ -204,7 +205,8 @@ enum qkv_status qkv_cuda_kv_create(struct qkv_error *err, struct qkv_device *dev
     void *memory = NULL;
     QKV_TRY(qkv_calloc(err, 1, sizeof(struct qkv_kv), &memory));
     struct qkv_kv *kv = (struct qkv_kv *)memory;
-    kv->n_pages = desc->n_pages;
+    kv->n_pages[0] = desc->n_pages;
+    kv->n_pages[1] = desc->n_window_pages;
     enum qkv_status status = create_layers(err, dev, desc, kv);
     if (status != QKV_OK) {
         qkv_cuda_kv_destroy(dev, kv);
@@ -242,13 +244,15 @@ void qkv_cuda_kv_destroy(struct qkv_device *dev, struct qkv_kv *kv)
     free(kv);
 }
 
-size_t qkv_cuda_kv_bytes(const struct qkv_kv *kv)
+size_t qkv_cuda_kv_bytes(const struct qkv_kv *kv, bool windowed)
 {
     size_t n_bytes = 0;
     for (int32_t i = 0; i < kv->n_layers; i++) {
         const struct qkv_cuda_kv_layer *layer = &kv->layers[i];
-        n_bytes += store_bytes(kv, &layer->k, layer->n_kv_heads);
-        n_bytes += layer->latent ? 0 : store_bytes(kv, &layer->v, layer->n_kv_heads);
+        if ((layer->windowed != 0) == windowed) {
+            n_bytes += store_bytes(layer, &layer->k);
+            n_bytes += layer->latent ? 0 : store_bytes(layer, &layer->v);
+        }
     }
     return n_bytes;
 }
@@ -345,6 +349,7 @@ struct zero_params {
     const struct qkv_cuda_kv_layer *layers; /* [n_layers] */
     const int32_t *pages;                   /* [n_pages] */
     int32_t first_layer;
+    int32_t windowed; /* layers of this kind alone */
 };
 
 /* A block zeroes one page, all heads, of one layer's K and V. */
@@ -352,6 +357,9 @@ __global__ void zero_pages(const struct zero_params p)
 {
     const struct qkv_cuda_kv_layer &layer = p.layers[p.first_layer + (int32_t)blockIdx.y];
     int64_t page = p.pages[blockIdx.x];
+    if (layer.windowed != p.windowed) {
+        return;
+    }
     for (int which = 0; which < (layer.latent ? 1 : 2); which++) {
         const struct qkv_cuda_store &store = which == 0 ? layer.k : layer.v;
         int64_t n_bytes = layer.n_kv_heads * store.page_bytes; /* a multiple of 16 */
@@ -363,13 +371,14 @@ __global__ void zero_pages(const struct zero_params p)
 }
 
 enum qkv_status qkv_cuda_kv_zero(struct qkv_error *err, struct qkv_device *dev, struct qkv_kv *kv,
-                                 int32_t first_layer, const int32_t *pages, int32_t n_pages)
+                                 bool windowed, int32_t first_layer, const int32_t *pages,
+                                 int32_t n_pages)
 {
     QKV_TRY(check_layer(err, "KV pages", kv, first_layer));
     for (int32_t i = 0; i < n_pages; i++) {
-        if (pages[i] < 0 || pages[i] >= kv->n_pages) {
+        if (pages[i] < 0 || pages[i] >= kv->n_pages[windowed]) {
             return qkv_fail(err, QKV_ERR_ARGUMENT, "KV page %d, the pool has %d", pages[i],
-                            kv->n_pages);
+                            kv->n_pages[windowed]);
         }
     }
     if (n_pages < 1) {
@@ -379,7 +388,8 @@ enum qkv_status qkv_cuda_kv_zero(struct qkv_error *err, struct qkv_device *dev, 
     QKV_TRY(qkv_cuda_stage(err, dev, (size_t)n_pages * sizeof *pages, &piece));
     memcpy(piece.host, pages, (size_t)n_pages * sizeof *pages);
     QKV_TRY(qkv_cuda_send(err, dev, &piece));
-    struct zero_params params = {kv->on_device, (const int32_t *)piece.device, first_layer};
+    struct zero_params params = {kv->on_device, (const int32_t *)piece.device, first_layer,
+                                 windowed};
     dim3 grid((unsigned)n_pages, (unsigned)(kv->n_layers - first_layer));
     return qkv_cuda_launch(err, dev, "zero_pages", zero_pages, grid, dim3(128), 0, params);
 }

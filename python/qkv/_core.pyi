@@ -210,12 +210,14 @@ class Engine:
         (multiplied in int8) and quantized_inputs (as they want it), online_matrices (quantized
         while loading) and online_left (their rows do not divide into groups), products (matrices by
         how they are multiplied), prefill (these counts of a second set of weights, or None),
-        query_dtype, config (as Checkpoint.model_config), kv_tokens, max_model_len, max_running,
-        chunk_tokens, n_lanes, max_logit_rows."""
+        query_dtype, config (as Checkpoint.model_config), kv_tokens, kv_window_tokens (of
+        these, how many the layers with windows hold; 0: there are no such layers), max_model_len,
+        max_running, chunk_tokens, n_lanes, max_logit_rows."""
     def memory(self) -> dict[str, Any]:
         """Bytes: weights (with a second set, prefill_weights of them are its), activations, kv (all
-        lanes, reserved), kv_lanes (a list, by lane), kv_resident (of kv: pages that were used so
-        far), hidden (rows that wait for a comparison), scratch."""
+        lanes, reserved), kv_windows (of kv: of the layers with windows), kv_lanes (a list, by
+        lane), kv_resident (of kv: pages that were used so far), hidden (rows that wait for a
+        comparison), scratch."""
     def kv_scales(self, lane: int, /) -> NDArray[np.float32]:
         """[n_layers, 2, n_kv_heads], K then V: what the lane applies; 1 where it applies none."""
     def kv_counts(self, lane: int, /) -> dict[str, NDArray[Any]]:
@@ -231,7 +233,7 @@ class Engine:
     def counts(self) -> dict[str, int]:
         """The scheduler's counters (csrc/engine/scheduler.h): n_*, and since the last flush()
         most_running, most_short (sequences that pages alone kept from running) and
-        most_used_pages."""
+        most_used_pages; n_window_pages and so on of the pages of layers with windows."""
     def add(
         self,
         tokens: NDArray[np.int32],
@@ -320,6 +322,10 @@ def packed_bytes(
 ) -> int:
     """Of a weight in the CPU backend, without loading it. int8: for activations in int8."""
 
+def window_tokens(window: int, kv_tokens: int, max_running: int, chunk_tokens: int, /) -> int:
+    """Tokens that the layers with windows (the largest of `window` tokens) hold beside a pool of
+    kv_tokens, as an engine sizes it, with the blank page, which holds none."""
+
 def threads_available() -> int: ...
 def simulate(
     requests: NDArray[np.int32],
@@ -329,6 +335,7 @@ def simulate(
     chunk_tokens: int = 512,
     prefix_cache: bool = True,
     offline: bool = True,
+    window: int = 0,
     step_seconds: float = 0.0,
     prefill_row_seconds: float = 0.0,
     decode_row_seconds: float = 0.0,
@@ -336,9 +343,9 @@ def simulate(
 ) -> Simulation:
     """The scheduler alone, with the seconds of a step from a cost model in place of the kernels
     (csrc/engine/simulate.h). requests [n, 4]: group (-1: none), tokens of the prompt that the group
-    shares, its own (>= 1), output tokens (>= 1); all are known at the start, in this order.
-    Signals are seen between steps. ValueError for a bad argument; OutOfPages names the request that
-    can never fit."""
+    shares, its own (>= 1), output tokens (>= 1); all are known at the start, in this order. window:
+    the largest of a layer; 0: none has one. Signals are seen between steps. ValueError for a bad
+    argument; OutOfPages names the request that can never fit."""
 
 def dequantize(format: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Blocks of a weight format as float32, by the scalar codec."""

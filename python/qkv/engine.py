@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from . import _core, incoming, kv_scales, kv_scales_file, models, options, run, weight_set
+from . import _core, incoming, kv_scales, kv_scales_file, models, options, pools, run, weight_set
 from ._core import Checkpoint, Error
 from .chat_template import check_messages
 from .incoming import Item, ParamsArgument
@@ -57,7 +57,8 @@ class Engine:
         (a side file for this lane, or 1.0 whatever the checkpoint carries) and "name".
     kv_tokens, mem_fraction: the size of the KV pool, in tokens or as the fraction of the free
         memory that weights and cache may take. By default what max_running sequences can need, at
-        most a quarter of the memory that is free beside the weights.
+        most a quarter of the memory that is free beside the weights. Layers with a window have a
+        smaller pool, for the windows of max_running sequences.
     fp8_gemm_backend, fp4_gemm_backend: "auto", or a name of qkv info; info has what was taken.
     activation_quant: "checkpoint" as the checkpoint prescribes, "off" never; "int8" quantizes each
         row of activations for products with weights in integer codes: faster, less exact, and the
@@ -184,10 +185,18 @@ class Engine:
             latent=bool(config["kv_rank"]),
         )
         length = max_model_len or int(config["max_positions"])
-        self._kv_tokens = options.pool_tokens(
+        token_bytes, window_bytes = options.split_token_bytes(config, self._lanes)
+        pool = pools.Pool(
+            token_bytes=token_bytes,
+            window_bytes=window_bytes,
+            window=options.window_of(config),
+            max_running=-(-self._max_running // len(self._lanes)),
+            chunk_tokens=chunk_tokens,
+        )
+        self._kv_tokens = pools.tokens_of_engine(
+            pool,
             kv_tokens=kv_tokens,
             mem_fraction=mem_fraction,
-            bytes_per_token=options.token_bytes(config, self._lanes),
             needed=self._max_running * (length + options.PAGE_TOKENS),
             weights_bytes=sum(weights.n_bytes for weights in sets),
         )
@@ -296,7 +305,8 @@ class Engine:
 
     def memory(self) -> dict[str, Any]:
         """Bytes held: weights (with a second set, prefill_weights of them are its), kv (all pools;
-        kv_lanes by name, kv_resident what was used so far), activations, hidden (rows that wait for
+        kv_windows of the layers with windows, kv_lanes by name, kv_resident what was used so far),
+        activations, hidden (rows that wait for
         a comparison), scratch; total."""
         held = dict(self._core.memory())
         names = [lane.name for lane in self._lanes]

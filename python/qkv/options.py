@@ -6,12 +6,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from . import _core, gemm_backends, models
-from .params import integer
 from .quantization import METHODS
 from .quantization.packed import Forms
 
@@ -272,6 +270,23 @@ def token_bytes(config: Mapping[str, Any], lanes_: Sequence[Lane]) -> int:
     return int(config["n_kv_heads"]) * per_head
 
 
+def window_of(config: Mapping[str, Any]) -> int:
+    """The largest window of a layer, 0 if none has one."""
+    return max(int(layer["window"]) for layer in config["layers"])
+
+
+def split_token_bytes(config: Mapping[str, Any], lanes_: Sequence[Lane]) -> tuple[int, int]:
+    """token_bytes() of the layers that see everything, and of those with a window."""
+    has_window = [layer["window"] > 0 for layer in config["layers"]]
+    chosen = [
+        [pair for pair, windowed in zip(lane.layers, has_window, strict=True) if windowed]
+        for lane in lanes_
+    ]
+    parts = [replace(lane, layers=c) for lane, c in zip(lanes_, chosen, strict=True)]
+    in_windows = token_bytes(config, parts)
+    return token_bytes(config, lanes_) - in_windows, in_windows
+
+
 def packed_bytes(
     tensors: Sequence[tuple[str, str, tuple[int, ...], int]],
     *,
@@ -411,45 +426,3 @@ def free_memory() -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     inside = _cgroup_free()
     return free if inside is None else min(free, inside)
-
-
-def pool_tokens(
-    *,
-    kv_tokens: int | None,
-    mem_fraction: float | None,
-    bytes_per_token: int,
-    needed: int,
-    weights_bytes: int,
-) -> int:
-    """Tokens of each lane's pool, whole pages. By default what the batch can need, at most a
-    quarter of the memory that the weights leave free."""
-    if kv_tokens is not None and mem_fraction is not None:
-        raise ValueError("kv_tokens and mem_fraction both set the size of the KV pool: give one")
-    free = free_memory()
-    if kv_tokens is not None:
-        tokens = integer("kv_tokens", kv_tokens, PAGE_TOKENS) // PAGE_TOKENS * PAGE_TOKENS
-        if tokens * bytes_per_token > free:
-            # The system would promise it and end the process when it is used.
-            raise MemoryError(
-                f"kv_tokens={kv_tokens}: {tokens * bytes_per_token / 2**30:.2f} GiB, "
-                f"{free / 2**30:.2f} GiB are free"
-            )
-        return tokens
-    if mem_fraction is None:
-        budget = max(free - weights_bytes, 0) // 4
-        tokens = min(budget // bytes_per_token, needed)
-    else:
-        if isinstance(mem_fraction, bool) or not isinstance(mem_fraction, Real):
-            raise TypeError(f"mem_fraction={mem_fraction!r}: a number is needed")
-        if not 0.0 < mem_fraction <= 1.0:
-            raise ValueError(f"mem_fraction={mem_fraction}: must be in (0, 1]")
-        # The fraction of the free memory for weights and cache together, as SGLang counts it.
-        budget = int(free * float(mem_fraction)) - weights_bytes
-        tokens = min(max(budget, 0) // bytes_per_token, 2**31 - PAGE_TOKENS)
-    tokens = tokens // PAGE_TOKENS * PAGE_TOKENS
-    if tokens < PAGE_TOKENS:
-        raise MemoryError(
-            f"no room for a KV pool: {free / 2**30:.2f} GiB are free, the weights take "
-            f"{weights_bytes / 2**30:.2f} GiB, a token {bytes_per_token} bytes"
-        )
-    return tokens

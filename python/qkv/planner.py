@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from . import _core, models, options, tables, weight_set
+from .options import PAGE_TOKENS
 from .params import integer
+from .pools import Pool, requests_in
 from .quantization import METHODS
 from .quantization.names import by_glob
 
@@ -70,10 +72,23 @@ class KvShape:
                 )
         return n_heads * (options.row_bytes(k_format, k_dim) + options.row_bytes(v_format, v_dim))
 
-    def bytes_per_token(self, kv_dtype: str | options.KvLayers) -> int:
-        """Over all layers: of a format, or of formats (K, V) by layer."""
+    def split_bytes(self, kv_dtype: str | options.KvLayers) -> tuple[int, int]:
+        """Of a token, in the layers that see everything and in those with a window: of a format,
+        or of formats (K, V) by layer."""
         formats = _by_layer(kv_dtype, len(self.layers))
-        return sum(self.row_bytes(i, k, v) for i, (k, v) in enumerate(formats))
+        rows = [self.row_bytes(i, k, v) for i, (k, v) in enumerate(formats)]
+        windows = self.windows or (0,) * len(rows)
+        in_windows = sum(row for row, w in zip(rows, windows, strict=True) if w)
+        return sum(rows) - in_windows, in_windows
+
+    def bytes_per_token(self, kv_dtype: str | options.KvLayers) -> int:
+        """Over all layers."""
+        return sum(self.split_bytes(kv_dtype))
+
+    @property
+    def window(self) -> int:
+        """The largest of a layer, 0 if none has one."""
+        return max(self.windows, default=0)
 
 
 def _by_layer(kv_dtype: str | options.KvLayers, n_layers: int) -> options.KvLayers:
@@ -480,7 +495,9 @@ class Plan:
     """What fits, per KV format. Prints as a table; `_repr_html_` in a notebook; `plot()`.
 
     `tokens` are those of the pool, `requests` how many of input + output tokens fit at once when
-    all have grown to their full length; one more has to wait (`waits_from`)."""
+    all have grown to their full length; one more has to wait (`waits_from`). Where layers have a
+    window, `bytes_per_token` are kept of what the window sees, `bytes_beyond_window` of every
+    token, and the pools are those of an engine whose max_running is `requests`."""
 
     model: str
     memory_gib: float  # free before the weights load
@@ -491,6 +508,8 @@ class Plan:
     output_tokens: int
     page_tokens: int
     bytes_per_token: dict[str, int]
+    bytes_beyond_window: dict[str, int]
+    window_tokens: dict[str, int]  # of `tokens`, those that the layers with windows hold
     tokens: dict[str, int]
     requests: dict[str, int]
     notes: tuple[str, ...] = ()
@@ -502,7 +521,9 @@ class Plan:
 
     def pool_gib(self, kv_dtype: str) -> float:
         """Size of the pool, K and V together."""
-        return self.tokens[kv_dtype] * self.bytes_per_token[kv_dtype] / GIB
+        beyond, per_token = self.bytes_beyond_window[kv_dtype], self.bytes_per_token[kv_dtype]
+        n_bytes = self.tokens[kv_dtype] * beyond
+        return (n_bytes + self.window_tokens[kv_dtype] * (per_token - beyond)) / GIB
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON."""
@@ -564,17 +585,18 @@ class Plan:
 
 
 def _window_note(shape: KvShape, n_tokens: int) -> str:
-    """What a pool that dropped the tokens outside the windows would save."""
+    """What is kept of a request, and what an engine must be told so that the pools are such."""
     rows = [n * (k + v) for n, k, v in shape.layers]
+    n_kept = min(n_tokens, shape.window + PAGE_TOKENS)
     used = sum(
-        row * (min(n_tokens, window) if window else n_tokens)
+        row * (n_kept if window else n_tokens)
         for row, window in zip(rows, shape.windows, strict=True)
     )
     n_windowed = sum(window > 0 for window in shape.windows)
     return (
-        f"{n_windowed} of {len(rows)} layers attend to a window of {max(shape.windows)} tokens; "
-        f"the pool keeps every token in them, too ({used / (sum(rows) * n_tokens):.0%} of a "
-        f"request of {n_tokens} lies inside the windows)"
+        f"{n_windowed} of {len(rows)} layers attend to a window of {shape.window} tokens and keep "
+        f"no more than that ({used / (sum(rows) * n_tokens):.0%} of a request of {n_tokens}); the "
+        "pools are those of max_running = the requests that fit"
     )
 
 
@@ -619,9 +641,55 @@ def kv_bytes(kv_cache_dtypes: Any, shape: KvShape) -> dict[str, int]:
     return found
 
 
+def pool_tokens(kv_cache_dtype: Any, shape: KvShape, n_bytes: float, users: int) -> int:
+    """Of the pools in so many bytes of an engine with max_running = users."""
+    (layers,) = _lanes([kv_cache_dtype], shape).values()
+    beyond, in_windows = shape.split_bytes(layers)
+    if not in_windows:
+        return math.floor(n_bytes / beyond)
+    pool = Pool(token_bytes=beyond, window_bytes=in_windows, window=shape.window, max_running=users)
+    return pool.tokens_in(math.floor(n_bytes), 2**35 - PAGE_TOKENS if beyond else 2**24)
+
+
 def requests_that_fit(pool_tokens: int, request_tokens: int, page_tokens: int) -> int:
     """At a time, all grown to request_tokens. One more has to wait: plan() and bench() say so."""
     return pool_tokens // page_tokens // math.ceil(request_tokens / page_tokens)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    beyond: int  # bytes of a token in the layers that see everything
+    tokens: int
+    window_tokens: int
+    requests: int
+
+
+def _sizes(
+    shape: KvShape,
+    layers: options.KvLayers,
+    n_bytes: float,
+    request_tokens: int,
+    page_tokens: int,
+    chunk_tokens: int,
+) -> _Sizes:
+    """Of pools in so many bytes."""
+    beyond, in_windows = shape.split_bytes(layers)
+    if not in_windows:
+        tokens = math.floor(n_bytes / beyond) // page_tokens * page_tokens
+        fit = requests_that_fit(tokens, request_tokens, page_tokens)
+        return _Sizes(beyond, tokens, 0, fit)
+    fit, pool = requests_in(
+        math.floor(n_bytes),
+        request_tokens,
+        token_bytes=beyond,
+        window_bytes=in_windows,
+        window=shape.window,
+        chunk_tokens=chunk_tokens,
+    )
+    # Without layers that see everything, no number of tokens is too many: those of the requests.
+    most = 2**31 - PAGE_TOKENS if beyond else fit * (request_tokens + PAGE_TOKENS)
+    tokens = pool.tokens_in(math.floor(n_bytes), most)
+    return _Sizes(beyond, tokens, pool.window_tokens(tokens) if tokens else 0, fit)
 
 
 def room_gib(memory_gib: float, weights_gib: float, mem_fraction: float) -> float:
@@ -664,6 +732,7 @@ def plan(
     input_tokens: int = 512,
     output_tokens: int = 128,
     page_tokens: int = 1,
+    chunk_tokens: int = 512,
 ) -> Plan:
     """What fits into `memory_gib` (free before the weights load), before anything is loaded.
 
@@ -673,6 +742,8 @@ def plan(
     quantization, prefill_quantization: what is made of them while loading, and a second set for
         prompts, as Engine takes them.
     kv_cache_dtypes: names, or mappings as Engine takes them; "fp8_ds_mla" for models with MLA.
+    page_tokens: of the engine that is planned for; layers with windows have pages of 16.
+    chunk_tokens: rows of prompts in a step, whose keys layers with windows hold, too.
 
     ValueError for a config that does not say enough, or if the weights alone leave no room; of the
     two options, what Engine raises."""
@@ -684,6 +755,7 @@ def plan(
     integer("input_tokens", input_tokens, 1)
     integer("output_tokens", output_tokens, 0)
     integer("page_tokens", page_tokens, 1)
+    integer("chunk_tokens", chunk_tokens, 1)
     source = read_model(model_or_config, choice)
     weights_from = "given" if weights_gib is not None else "files"
     weight_notes = [*source.notes]
@@ -697,11 +769,11 @@ def plan(
     if kv_cache_dtypes is KV_DTYPES and source.shape.rope_dim == _DS_MLA_ROPE:
         kv_cache_dtypes = (*KV_DTYPES, DS_MLA)
     bytes_per_token = kv_bytes(kv_cache_dtypes, source.shape)
-    tokens = {
-        kv: math.floor(pool_gib * GIB / n) // page_tokens * page_tokens
-        for kv, n in bytes_per_token.items()
-    }
     n_tokens = input_tokens + output_tokens
+    sizes = {
+        kv: _sizes(source.shape, layers, pool_gib * GIB, n_tokens, page_tokens, chunk_tokens)
+        for kv, layers in _lanes(kv_cache_dtypes, source.shape).items()
+    }
     return Plan(
         model=source.name,
         memory_gib=memory_gib,
@@ -712,7 +784,9 @@ def plan(
         output_tokens=output_tokens,
         page_tokens=page_tokens,
         bytes_per_token=bytes_per_token,
-        tokens=tokens,
-        requests={kv: requests_that_fit(n, n_tokens, page_tokens) for kv, n in tokens.items()},
+        bytes_beyond_window={kv: size.beyond for kv, size in sizes.items()},
+        window_tokens={kv: size.window_tokens for kv, size in sizes.items()},
+        tokens={kv: size.tokens for kv, size in sizes.items()},
+        requests={kv: size.requests for kv, size in sizes.items()},
         notes=(*_notes(source.shape, n_tokens), *weight_notes),
     )

@@ -79,7 +79,8 @@ static double attend(const struct bench *b, struct qkv_kv *kv, const struct task
     int32_t n = task->n_rows;
     for (int32_t s = 0; s < task->n_seqs; s++) {
         const int32_t *pages = b->pages + (first + s) % b->n_seqs * N_PAGES;
-        seqs[s] = (struct qkv_batch_seq){0, s * n, n, task->first_pos, pages, N_PAGES, 0, false};
+        seqs[s] =
+            (struct qkv_batch_seq){0, s * n, n, task->first_pos, pages, N_PAGES, 0, false, NULL};
         for (int32_t i = 0; i < n; i++) {
             positions[s * n + i] = task->first_pos + i;
         }
@@ -173,9 +174,9 @@ static void open_shape(struct bench *b, const struct shape *shape)
     try(b->be->upload(&err, b->dev, b->qkv, 0, x, n_floats * sizeof *x), &err);
     free(x);
     for (int f = 0; f < N_FORMATS; f++) {
-        struct qkv_kv_layer layer = {shape->n_kv_heads, shape->dim, shape->dim,
-                                     FORMATS[f],        FORMATS[f], false};
-        struct qkv_kv_desc desc = {&layer, 1, b->n_seqs * N_PAGES};
+        struct qkv_kv_layer layer = {shape->n_kv_heads, shape->dim, shape->dim, FORMATS[f],
+                                     FORMATS[f],        false,      false};
+        struct qkv_kv_desc desc = {&layer, 1, b->n_seqs * N_PAGES, 0};
         try(b->be->kv_create(&err, b->dev, &desc, &b->kv[f]), &err);
         fill_pool(b, b->kv[f]);
     }

@@ -332,8 +332,8 @@ enum { SEQS = 32, CONTEXT = 4096, HEADS = 32, KV_HEADS = 8, DIM = 128 };
 static void bench_attention(enum qkv_kv_format format, double bandwidth)
 {
     const int32_t n_pages = CONTEXT / QKV_PAGE_TOKENS;
-    struct qkv_kv_layer layer = {KV_HEADS, DIM, DIM, format, format, false};
-    struct qkv_kv_desc desc = {&layer, 1, SEQS * n_pages};
+    struct qkv_kv_layer layer = {KV_HEADS, DIM, DIM, format, format, false, false};
+    struct qkv_kv_desc desc = {&layer, 1, SEQS * n_pages, 0};
     struct qkv_kv *kv = NULL;
     std::vector<int32_t> pages((size_t)(SEQS * n_pages));
     std::vector<int32_t> tokens(SEQS, 0);
@@ -369,7 +369,7 @@ static void bench_attention(enum qkv_kv_format format, double bandwidth)
     check(be->begin(&err, dev, &batch));
     double seconds = time_of(20, [&] { check(be->attention(&err, dev, &args)); }, wait_backend);
     printf("attention,%s %d x %d,1,%.2f,,%.3f\n", qkv_kv_format_traits(format)->name, SEQS, CONTEXT,
-           seconds * 1e6, (double)be->kv_bytes(kv) / seconds / bandwidth);
+           seconds * 1e6, (double)be->kv_bytes(kv, false) / seconds / bandwidth);
     be->kv_destroy(dev, kv);
     be->buffer_destroy(dev, qkv);
     be->buffer_destroy(dev, args.out);

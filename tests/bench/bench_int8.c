@@ -53,8 +53,7 @@ static void bench(const struct qkv_backend *be, struct mode *modes, enum qkv_for
     const struct qkv_format_traits *traits = qkv_format_traits(format);
     size_t n_bytes = (size_t)n * (size_t)(k / traits->block_elems) * (size_t)traits->block_bytes;
     uint8_t *data = calloc(n_bytes, 1);
-    struct qkv_matrix desc = {
-        .name = "w", .format = format, .n_out = n, .k_in = k, .blocks = data};
+    struct qkv_matrix desc = {.name = "w", .format = format, .n_out = n, .k_in = k, .blocks = data};
     for (int i = 0; i < MODES; i++) {
         need(be->weight_create(&err, modes[i].dev, &desc, &modes[i].weight));
     }

@@ -49,8 +49,8 @@ static double attend(const struct bench *b, struct qkv_kv *kv, int32_t n_seqs, i
     struct qkv_batch_seq seqs[N_SEQS];
     for (int32_t s = 0; s < n_seqs; s++) {
         const int32_t *pages = b->pages + (first + s) % N_SEQS * N_PAGES;
-        seqs[s] =
-            (struct qkv_batch_seq){0, s * n_rows, n_rows, first_pos, pages, N_PAGES, 0, false};
+        seqs[s] = (struct qkv_batch_seq){0,       s * n_rows, n_rows, first_pos, pages,
+                                         N_PAGES, 0,          false,  NULL};
         for (int32_t i = 0; i < n_rows; i++) {
             positions[s * n_rows + i] = first_pos + i;
         }
@@ -114,8 +114,8 @@ static void run_heads(struct bench *b, int32_t n_heads)
     b->latent = filled(b, (size_t)CHUNK * K_DIM);
     b->out = filled(b, (size_t)(CHUNK * n_heads) * V_DIM);
     for (int f = 0; f < N_FORMATS; f++) {
-        struct qkv_kv_layer layer = {1, K_DIM, V_DIM, FORMATS[f], FORMATS[f], true};
-        struct qkv_kv_desc desc = {&layer, 1, N_SEQS * N_PAGES};
+        struct qkv_kv_layer layer = {1, K_DIM, V_DIM, FORMATS[f], FORMATS[f], true, false};
+        struct qkv_kv_desc desc = {&layer, 1, N_SEQS * N_PAGES, 0};
         try(b->be->kv_create(&err, b->dev, &desc, &b->kv[f]), &err);
         for (int32_t begin = 0; begin < N_SEQS * CONTEXT; begin += CHUNK) {
             (void)attend(b, b->kv[f], 1, begin / CONTEXT, CHUNK, begin % CONTEXT);

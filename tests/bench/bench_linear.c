@@ -74,8 +74,7 @@ static void bench(const struct qkv_backend *be, struct qkv_device *dev, enum qkv
     struct qkv_error err;
     size_t n_bytes = (size_t)n * (size_t)(k / traits->block_elems) * (size_t)traits->block_bytes;
     uint8_t *data = calloc(n_bytes, 1);
-    struct qkv_matrix desc = {
-        .name = "w", .format = format, .n_out = n, .k_in = k, .blocks = data};
+    struct qkv_matrix desc = {.name = "w", .format = format, .n_out = n, .k_in = k, .blocks = data};
     struct qkv_weight *weight = NULL;
     if (data == NULL || be->weight_create(&err, dev, &desc, &weight) != QKV_OK) {
         die(&err);

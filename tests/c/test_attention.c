@@ -167,10 +167,10 @@ static void machine_open(struct machine *m, const struct shape *s, const struct 
     struct qkv_device_options options = {
         .n_threads = setup->n_threads, .compute = setup->compute, .isa = kernel_isa(setup->isa)};
     CHECK_OK(m->be->open(&err, &options, &m->dev), err);
-    struct qkv_kv_layer layer = {s->n_kv_heads, s->k_dim,      s->v_dim,
-                                 setup->format, setup->format, false};
+    struct qkv_kv_layer layer = {s->n_kv_heads, s->k_dim, s->v_dim, setup->format,
+                                 setup->format, false,    false};
     struct qkv_kv_layer layers[2] = {layer, layer};
-    struct qkv_kv_desc desc = {layers, 2, MAX_PAGES};
+    struct qkv_kv_desc desc = {layers, 2, MAX_PAGES, 0};
     CHECK_OK(m->be->kv_create(&err, m->dev, &desc, &m->kv), err);
     float inv_freq[256];
     float q_norm[256];
@@ -251,8 +251,8 @@ static bool run_step(struct machine *m, const struct shape *s, const struct sequ
         if (n_rows == 0) {
             continue;
         }
-        seqs[batch.n_seqs] = (struct qkv_batch_seq){0,        batch.n_rows, n_rows, done[i],
-                                                    pages[i], n_pages[i],   0,      false};
+        seqs[batch.n_seqs] = (struct qkv_batch_seq){
+            0, batch.n_rows, n_rows, done[i], pages[i], n_pages[i], 0, false, NULL};
         which[batch.n_seqs++] = i;
         CHECK_OK(m->be->upload(&err, m->dev, m->qkv, (size_t)batch.n_rows * in_dim * sizeof(float),
                                q->rows + (size_t)done[i] * in_dim,
@@ -695,10 +695,10 @@ static void test_lanes(void)
         run(s, &setup, &alone, 1);
     }
     machine_open(&m, s, &setup, 2 * N);
-    struct qkv_kv_layer layer = {s->n_kv_heads, s->k_dim,    s->v_dim,
-                                 QKV_KV_BF16,   QKV_KV_BF16, false};
+    struct qkv_kv_layer layer = {s->n_kv_heads, s->k_dim, s->v_dim, QKV_KV_BF16,
+                                 QKV_KV_BF16,   false,    false};
     struct qkv_kv_layer layers[2] = {layer, layer};
-    struct qkv_kv_desc desc = {layers, 2, 2};
+    struct qkv_kv_desc desc = {layers, 2, 2, 0};
     lanes[0] = m.kv;
     CHECK_OK(m.be->kv_create(&err, m.dev, &desc, &lanes[1]), err);
     int32_t positions[2 * N];
@@ -707,8 +707,8 @@ static void test_lanes(void)
     for (int32_t i = 0; i < 2 * N; i++) {
         positions[i] = i % N;
     }
-    struct qkv_batch_seq seqs[2] = {{0, 0, N, 0, pages, 2, 0, false},
-                                    {1, N, N, 0, pages, 2, 0, false}};
+    struct qkv_batch_seq seqs[2] = {{0, 0, N, 0, pages, 2, 0, false, NULL},
+                                    {1, N, N, 0, pages, 2, 0, false, NULL}};
     struct qkv_batch batch = {2 * N, tokens, positions, 2, seqs, lanes, 2};
     struct qkv_attention args = attention_args(&m, s);
     CHECK_OK(m.be->upload(&err, m.dev, m.qkv, 0, rows, 2 * N * in_dim * sizeof(float)), err);
@@ -742,7 +742,7 @@ static void test_errors(void)
     for (int32_t i = 0; i < 20; i++) {
         positions[i] = i;
     }
-    struct qkv_batch_seq seq = {0, 0, 20, 0, pages, 2, 0, false};
+    struct qkv_batch_seq seq = {0, 0, 20, 0, pages, 2, 0, false, NULL};
     struct qkv_batch batch = {20, tokens, positions, 1, &seq, &m.kv, 1};
     struct qkv_attention args = attention_args(&m, s);
     CHECK_OK(m.be->begin(&err, m.dev, &batch), err);

@@ -109,9 +109,9 @@ static struct qkv_kv *new_pool(const struct machine *m, const struct shape *s, s
 {
     struct qkv_error err;
     struct qkv_kv *kv = NULL;
-    struct qkv_kv_layer layer = {N_KV_HEADS, s->k_dim, s->v_dim, pair.k, pair.v, false};
+    struct qkv_kv_layer layer = {N_KV_HEADS, s->k_dim, s->v_dim, pair.k, pair.v, false, false};
     struct qkv_kv_layer layers[N_LAYERS] = {layer, layer, layer};
-    struct qkv_kv_desc desc = {layers, N_LAYERS, N_PAGES};
+    struct qkv_kv_desc desc = {layers, N_LAYERS, N_PAGES, 0};
     CHECK_OK(m->be->kv_create(&err, m->dev, &desc, &kv), err);
     set_scales(m, kv, pair);
     return kv;
@@ -154,7 +154,7 @@ static void attend(const struct machine *m, const struct shape *s, const struct 
     int32_t n = end - begin;
     for (int32_t lane = 0; lane < n_lanes; lane++) {
         seqs[lane] = (struct qkv_batch_seq){
-            lane, lane * n, n, begin, pages, (N_TOKENS + PAGE - 1) / PAGE, 0, false};
+            lane, lane * n, n, begin, pages, (N_TOKENS + PAGE - 1) / PAGE, 0, false, NULL};
         for (int32_t i = 0; i < n; i++) {
             positions[lane * n + i] = begin + i;
         }

@@ -82,8 +82,8 @@ static struct qkv_kv *new_pool(struct qkv_device *dev, const struct shape *s,
     const struct qkv_backend *be = kernel_backend();
     struct qkv_kv *kv = NULL;
     struct qkv_kv_layer layer = {
-        1, s->k_dim, s->v_dim, setup->format, setup->format, setup->latent};
-    struct qkv_kv_desc desc = {&layer, 1, N_PAGES};
+        1, s->k_dim, s->v_dim, setup->format, setup->format, setup->latent, false};
+    struct qkv_kv_desc desc = {&layer, 1, N_PAGES, 0};
     const float scale = qkv_kv_format_traits(setup->format)->layer_scale ? 0.013f : 1.0f;
     CHECK_OK(be->kv_create(&err, dev, &desc, &kv), err);
     CHECK_OK(be->kv_set_scales(&err, dev, kv, 0, &scale, &scale), err);
@@ -383,7 +383,7 @@ static void test_heads_are_linears(void)
 static void check_refused(struct qkv_device *dev, struct qkv_kv_layer layer, const char *message)
 {
     struct qkv_kv *kv = NULL;
-    struct qkv_kv_desc desc = {&layer, 1, 1};
+    struct qkv_kv_desc desc = {&layer, 1, 1, 0};
     CHECK_ERROR(kernel_backend()->kv_create(&err, dev, &desc, &kv), err, QKV_ERR_UNSUPPORTED,
                 message);
 }
@@ -394,13 +394,16 @@ static void test_layers_that_are_not_latent_are_refused(void)
     struct setup setup = {NULL, QKV_COMPUTE_BF16, QKV_KV_E4M3, 1, 0, true};
     struct qkv_device *dev = open_device(&setup);
     const enum qkv_kv_format ds_mla = QKV_KV_FP8_DS_MLA;
-    check_refused(dev, (struct qkv_kv_layer){1, 80, 64, QKV_KV_BF16, QKV_KV_E4M3, true},
+    check_refused(dev, (struct qkv_kv_layer){1, 80, 64, QKV_KV_BF16, QKV_KV_E4M3, true, false},
                   "cannot be bf16 and fp8_e4m3");
-    check_refused(dev, (struct qkv_kv_layer){1, 80, 60, QKV_KV_BF16, QKV_KV_BF16, true},
+    check_refused(dev, (struct qkv_kv_layer){1, 80, 60, QKV_KV_BF16, QKV_KV_BF16, true, false},
                   "a multiple of 16");
-    check_refused(dev, (struct qkv_kv_layer){2, 80, 64, QKV_KV_BF16, QKV_KV_BF16, true}, "2 heads");
-    check_refused(dev, (struct qkv_kv_layer){1, 128, 128, ds_mla, ds_mla, false}, "fp8_ds_mla");
-    check_refused(dev, (struct qkv_kv_layer){1, 80, 64, ds_mla, ds_mla, true}, "there are 16");
+    check_refused(dev, (struct qkv_kv_layer){2, 80, 64, QKV_KV_BF16, QKV_KV_BF16, true, false},
+                  "2 heads");
+    check_refused(dev, (struct qkv_kv_layer){1, 128, 128, ds_mla, ds_mla, false, false},
+                  "fp8_ds_mla");
+    check_refused(dev, (struct qkv_kv_layer){1, 80, 64, ds_mla, ds_mla, true, false},
+                  "there are 16");
     struct qkv_kv *kv = new_pool(dev, &FEW, &setup);
     const float scales[2] = {0.5f, 0.25f};
     CHECK_ERROR(be->kv_set_scales(&err, dev, kv, 0, &scales[0], &scales[1]), err, QKV_ERR_ARGUMENT,

@@ -522,13 +522,13 @@ static enum qkv_status failing_sample(struct qkv_error *err, struct qkv_device *
 }
 
 static enum qkv_status failing_kv_zero(struct qkv_error *err, struct qkv_device *dev,
-                                       struct qkv_kv *kv, int32_t first_layer, const int32_t *pages,
-                                       int32_t n_pages)
+                                       struct qkv_kv *kv, bool windowed, int32_t first_layer,
+                                       const int32_t *pages, int32_t n_pages)
 {
     if (fails_now()) {
         return qkv_fail(err, QKV_ERR_MEMORY, "kv_zero: no memory");
     }
-    return qkv_cpu_backend()->kv_zero(err, dev, kv, first_layer, pages, n_pages);
+    return qkv_cpu_backend()->kv_zero(err, dev, kv, windowed, first_layer, pages, n_pages);
 }
 
 static void test_failing_steps(void)

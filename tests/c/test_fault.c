@@ -59,9 +59,9 @@ static void machine_close(struct machine *m)
 
 static struct qkv_kv *new_pool(const struct machine *m, enum qkv_kv_format k, enum qkv_kv_format v)
 {
-    struct qkv_kv_layer layer = {N_KV_HEADS, K_DIM, V_DIM, k, v, false};
+    struct qkv_kv_layer layer = {N_KV_HEADS, K_DIM, V_DIM, k, v, false, false};
     struct qkv_kv_layer layers[N_LAYERS] = {layer, layer};
-    struct qkv_kv_desc desc = {layers, N_LAYERS, 2};
+    struct qkv_kv_desc desc = {layers, N_LAYERS, 2, 0};
     struct qkv_kv *kv = NULL;
     CHECK_OK(m->be->kv_create(&err, m->dev, &desc, &kv), err);
     return kv;
@@ -79,7 +79,7 @@ static void attend(const struct machine *m, int32_t layer, const float *rows, in
     int32_t n = end - begin;
     size_t n_bytes = (size_t)n * ROW * sizeof(float);
     for (int32_t lane = 0; lane < n_lanes; lane++) {
-        seqs[lane] = (struct qkv_batch_seq){lane, lane * n, n, begin, PAGES, 2, 0, false};
+        seqs[lane] = (struct qkv_batch_seq){lane, lane * n, n, begin, PAGES, 2, 0, false, NULL};
         for (int32_t i = 0; i < n; i++) {
             positions[lane * n + i] = begin + i + later;
         }
@@ -220,9 +220,9 @@ static void test_bad_specs(void)
 static void check_refused(const char *fault, const char *words)
 {
     struct machine m = machine_open(fault, QKV_ROPE_HALVES);
-    struct qkv_kv_layer layer = {N_KV_HEADS, K_DIM, V_DIM, QKV_KV_E4M3, QKV_KV_E4M3, false};
+    struct qkv_kv_layer layer = {N_KV_HEADS, K_DIM, V_DIM, QKV_KV_E4M3, QKV_KV_E4M3, false, false};
     struct qkv_kv_layer layers[N_LAYERS] = {layer, layer};
-    struct qkv_kv_desc desc = {layers, N_LAYERS, 2};
+    struct qkv_kv_desc desc = {layers, N_LAYERS, 2, 0};
     struct qkv_kv *kv = NULL;
     CHECK_ERROR(m.be->kv_create(&err, m.dev, &desc, &kv), err, QKV_ERR_ARGUMENT, words);
     machine_close(&m);
@@ -236,7 +236,7 @@ static void test_what_the_model_lacks(void)
     struct machine m = machine_open("layer=0,kind=k_rotate,head=0", QKV_ROPE_HALVES);
     struct qkv_kv *kv = new_pool(&m, QKV_KV_E4M3, QKV_KV_E4M3);
     int32_t zero = 0;
-    struct qkv_batch_seq seq = {0, 0, 1, 0, PAGES, 2, 0, false};
+    struct qkv_batch_seq seq = {0, 0, 1, 0, PAGES, 2, 0, false, NULL};
     struct qkv_batch batch = {1, &zero, &zero, 1, &seq, &kv, 1};
     struct qkv_attention args = {.qkv = m.qkv, .out = m.out, .n_heads = N_HEADS, .scale = 1.0f};
     CHECK_OK(m.be->begin(&err, m.dev, &batch), err);

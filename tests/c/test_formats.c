@@ -69,7 +69,7 @@ static void test_kv_token_bytes(void)
 {
     struct qkv_kv_layer layers[48];
     for (int i = 0; i < 48; i++) {
-        layers[i] = (struct qkv_kv_layer){8, 128, 128, QKV_KV_BF16, QKV_KV_BF16, false};
+        layers[i] = (struct qkv_kv_layer){8, 128, 128, QKV_KV_BF16, QKV_KV_BF16, false, false};
     }
     CHECK_EQ_INT(qkv_kv_token_bytes(layers, 36), 147456);
     for (int i = 0; i < 48; i++) {
@@ -96,7 +96,8 @@ static void test_latent_token_bytes(void)
                  {QKV_KV_FP4_MX16, 61 * 324}};
     for (size_t c = 0; c < sizeof cases / sizeof cases[0]; c++) {
         for (int i = 0; i < 61; i++) {
-            layers[i] = (struct qkv_kv_layer){1, 576, 512, cases[c].format, cases[c].format, true};
+            layers[i] =
+                (struct qkv_kv_layer){1, 576, 512, cases[c].format, cases[c].format, true, false};
         }
         CHECK_EQ_INT(qkv_kv_token_bytes(layers, 61), cases[c].n_bytes);
     }

@@ -151,12 +151,12 @@ static void run_layer(const struct qkv_backend *be, struct outcome *out)
     struct qkv_rope_desc rope_desc = {8, inv_freq, 1, QKV_ROPE_HALVES, NULL};
     struct qkv_rope *rope = NULL;
     CHECK_OK(be->rope_create(&err, dev, &rope_desc, &rope), err);
-    struct qkv_kv_layer layer = {1, 16, 16, QKV_KV_E4M3, QKV_KV_NVFP4, false};
-    struct qkv_kv_desc kv_desc = {&layer, 1, 2};
+    struct qkv_kv_layer layer = {1, 16, 16, QKV_KV_E4M3, QKV_KV_NVFP4, false, false};
+    struct qkv_kv_desc kv_desc = {&layer, 1, 2, 0};
     struct qkv_kv *kv = NULL;
     CHECK_OK(be->kv_create(&err, dev, &kv_desc, &kv), err);
     int32_t pages[1] = {1};
-    CHECK_OK(be->kv_zero(&err, dev, kv, 0, pages, 1), err);
+    CHECK_OK(be->kv_zero(&err, dev, kv, false, 0, pages, 1), err);
     struct qkv_support_query query = {
         .weight_format = QKV_FORMAT_F32,
         .k_format = QKV_KV_E4M3,
@@ -197,7 +197,7 @@ static void run_layer(const struct qkv_backend *be, struct outcome *out)
     CHECK_OK(be->download(&err, dev, x, 0, out->x, sizeof out->x), err);
     ask(be, dev, kv, x, y, out);
     out->weight_bytes = be->weight_bytes(w);
-    out->kv_bytes = be->kv_bytes(kv);
+    out->kv_bytes = be->kv_bytes(kv, false);
     struct qkv_device_info info;
     be->info(dev, &info);
     CHECK_EQ_INT(info.n_threads, 2);

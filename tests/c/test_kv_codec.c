@@ -630,7 +630,7 @@ static void test_short_blocks(void)
 /* Bytes per token of the published models (48 layers of 4 heads of 128). */
 static void test_token_bytes(void)
 {
-    struct qkv_kv_layer layer = {4, 128, 128, QKV_KV_BF16, QKV_KV_BF16, false};
+    struct qkv_kv_layer layer = {4, 128, 128, QKV_KV_BF16, QKV_KV_BF16, false, false};
     CHECK_EQ_INT(48 * qkv_kv_token_bytes(&layer, 1), 98304);
     layer.k_format = layer.v_format = QKV_KV_E4M3;
     CHECK_EQ_INT(48 * qkv_kv_token_bytes(&layer, 1), 49152);

@@ -75,12 +75,12 @@ static void test_pools(void)
 {
     struct qkv_error err;
     struct qkv_device *dev = device_open(NULL, QKV_COMPUTE_BF16, NULL);
-    struct qkv_kv_layer layers[2] = {{3, 64, 64, QKV_KV_BF16, QKV_KV_BF16, false},
-                                     {2, 36, 80, QKV_KV_BF16, QKV_KV_BF16, false}};
-    struct qkv_kv_desc desc = {layers, 2, 10};
+    struct qkv_kv_layer layers[2] = {{3, 64, 64, QKV_KV_BF16, QKV_KV_BF16, false, false},
+                                     {2, 36, 80, QKV_KV_BF16, QKV_KV_BF16, false, false}};
+    struct qkv_kv_desc desc = {layers, 2, 10, 0};
     struct qkv_kv *kv = NULL;
     CHECK_OK(qkv_cpu_kv_create(&err, dev, &desc, &kv), err);
-    CHECK_EQ_INT(qkv_cpu_kv_bytes(kv), 10 * PAGE * 2 * (3 * (64 + 64) + 2 * (48 + 80)));
+    CHECK_EQ_INT(qkv_cpu_kv_bytes(kv, false), 10 * PAGE * 2 * (3 * (64 + 64) + 2 * (48 + 80)));
     CHECK_EQ_INT((uintptr_t)kv->layers[0].k % 64, 0);
     CHECK_EQ_INT((uintptr_t)kv->layers[1].v % 64, 0);
     for (int l = 0; l < 2; l++) {
@@ -90,7 +90,7 @@ static void test_pools(void)
         memset(layer->v, 0xbb, 10 * n_heads * layer->v_page_bytes);
     }
     int32_t pages[3] = {9, 0, 4};
-    CHECK_OK(qkv_cpu_kv_zero(&err, dev, kv, 0, pages, 3), err);
+    CHECK_OK(qkv_cpu_kv_zero(&err, dev, kv, false, 0, pages, 3), err);
     for (int l = 0; l < 2; l++) {
         struct qkv_cpu_kv_layer *layer = &kv->layers[l];
         for (int32_t page = 0; page < 10; page++) {
@@ -108,15 +108,18 @@ static void test_pools(void)
         }
     }
     pages[0] = 5;
-    CHECK_OK(qkv_cpu_kv_zero(&err, dev, kv, 1, pages, 1), err); /* from layer 1 on */
+    CHECK_OK(qkv_cpu_kv_zero(&err, dev, kv, false, 1, pages, 1), err); /* from layer 1 on */
     CHECK_EQ_INT(kv->layers[0].k[qkv_cpu_kv_k_offset(&kv->layers[0], 5, 0)], 0xaa);
     CHECK_EQ_INT(kv->layers[1].k[qkv_cpu_kv_k_offset(&kv->layers[1], 5, 0)], 0);
     CHECK_EQ_INT(kv->layers[1].v[qkv_cpu_kv_v_offset(&kv->layers[1], 5, 0)], 0);
-    CHECK_ERROR(qkv_cpu_kv_zero(&err, dev, kv, 2, pages, 1), err, QKV_ERR_ARGUMENT, "layer 2");
+    CHECK_ERROR(qkv_cpu_kv_zero(&err, dev, kv, false, 2, pages, 1), err, QKV_ERR_ARGUMENT,
+                "layer 2");
     pages[1] = 10;
-    CHECK_ERROR(qkv_cpu_kv_zero(&err, dev, kv, 0, pages, 3), err, QKV_ERR_ARGUMENT, "page 10");
+    CHECK_ERROR(qkv_cpu_kv_zero(&err, dev, kv, false, 0, pages, 3), err, QKV_ERR_ARGUMENT,
+                "page 10");
     pages[1] = -1;
-    CHECK_ERROR(qkv_cpu_kv_zero(&err, dev, kv, 0, pages, 3), err, QKV_ERR_ARGUMENT, "page -1");
+    CHECK_ERROR(qkv_cpu_kv_zero(&err, dev, kv, false, 0, pages, 3), err, QKV_ERR_ARGUMENT,
+                "page -1");
     float scales[3] = {1.0f, 1.0f, 1.0f};
     CHECK_OK(qkv_cpu_kv_set_scales(&err, dev, kv, 0, scales, scales), err);
     CHECK_ERROR(qkv_cpu_kv_set_scales(&err, dev, kv, 2, scales, scales), err, QKV_ERR_ARGUMENT,
@@ -194,9 +197,9 @@ static void counted_free(void *ctx, void *block, size_t n_bytes)
 static void test_refused_memory(void)
 {
     struct qkv_error err;
-    struct qkv_kv_layer layer = {2, 64, 64, QKV_KV_BF16, QKV_KV_BF16, false};
+    struct qkv_kv_layer layer = {2, 64, 64, QKV_KV_BF16, QKV_KV_BF16, false, false};
     struct qkv_kv_layer layers[3] = {layer, layer, layer};
-    struct qkv_kv_desc desc = {layers, 3, 4};
+    struct qkv_kv_desc desc = {layers, 3, 4, 0};
     for (int n = 0; n <= 6; n++) {
         struct counter counter = {.refuse_from = n};
         struct qkv_allocator allocator = {counted_alloc, counted_free, &counter};
@@ -209,7 +212,7 @@ static void test_refused_memory(void)
             CHECK(kv == NULL);
         } else {
             CHECK_OK(qkv_cpu_kv_create(&err, dev, &desc, &kv), err);
-            CHECK_EQ_INT(counter.n_bytes - before, qkv_cpu_kv_bytes(kv));
+            CHECK_EQ_INT(counter.n_bytes - before, qkv_cpu_kv_bytes(kv, false));
             qkv_cpu_kv_destroy(dev, kv);
         }
         CHECK_EQ_INT(counter.n_bytes, before);
@@ -222,8 +225,8 @@ static void test_bad_pools(void)
     struct qkv_error err;
     struct qkv_device *dev = device_open(NULL, QKV_COMPUTE_BF16, NULL);
     struct qkv_kv *kv = NULL;
-    struct qkv_kv_layer layer = {2, 64, 64, QKV_KV_BF16, QKV_KV_F32, false};
-    struct qkv_kv_desc desc = {&layer, 1, 4};
+    struct qkv_kv_layer layer = {2, 64, 64, QKV_KV_BF16, QKV_KV_F32, false, false};
+    struct qkv_kv_desc desc = {&layer, 1, 4, 0};
     CHECK_ERROR(qkv_cpu_kv_create(&err, dev, &desc, &kv), err, QKV_ERR_UNSUPPORTED, "float32");
     layer.v_format = QKV_KV_BF16;
     layer.n_kv_heads = 0;

@@ -306,11 +306,11 @@ static enum qkv_status may_fail(struct qkv_error *err)
 }
 
 static enum qkv_status failing_kv_zero(struct qkv_error *err, struct qkv_device *dev,
-                                       struct qkv_kv *kv, int32_t first_layer, const int32_t *pages,
-                                       int32_t n_pages)
+                                       struct qkv_kv *kv, bool windowed, int32_t first_layer,
+                                       const int32_t *pages, int32_t n_pages)
 {
     QKV_TRY(may_fail(err));
-    return qkv_cpu_backend()->kv_zero(err, dev, kv, first_layer, pages, n_pages);
+    return qkv_cpu_backend()->kv_zero(err, dev, kv, windowed, first_layer, pages, n_pages);
 }
 
 static enum qkv_status failing_begin(struct qkv_error *err, struct qkv_device *dev,

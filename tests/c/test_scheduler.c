@@ -6,6 +6,7 @@
 
 #include "check.h"
 #include "kv/kv_formats.h"
+#include "kv/window.h"
 
 enum { MAX_SEQS = 4096 };
 
@@ -20,6 +21,7 @@ struct sim {
     struct qkv_scheduler *scheduler;
     struct qkv_scheduler_options options;
     uint64_t *slots;                /* [n_lanes, n_pages, QKV_PAGE_TOKENS]; 0: zeroed */
+    uint64_t *window_slots;         /* the same of the window pools */
     struct qkv_seq *seqs[MAX_SEQS]; /* all that were added and not destroyed */
     int32_t n_seqs;
     int64_t next_id;
@@ -51,6 +53,17 @@ static void sim_check(struct sim *sim)
     CHECK_OK(qkv_scheduler_check(&err, sim->scheduler), err);
 }
 
+static uint64_t *make_slots(int32_t n_lanes, int32_t n_pages)
+{
+    size_t n_slots = (size_t)n_lanes * (size_t)n_pages * QKV_PAGE_TOKENS;
+    uint64_t *slots = malloc((n_slots + 1) * sizeof *slots);
+    CHECK(slots != NULL);
+    for (size_t i = 0; i < n_slots; i++) {
+        slots[i] = 0xdead; /* memory as it comes is not zero */
+    }
+    return slots;
+}
+
 static struct sim *sim_create(struct qkv_scheduler_options options)
 {
     struct qkv_error err;
@@ -58,12 +71,8 @@ static struct sim *sim_create(struct qkv_scheduler_options options)
     CHECK(sim != NULL);
     sim->options = options;
     sim->n_vocab = 1000;
-    size_t n_slots = (size_t)options.n_lanes * (size_t)options.n_pages * QKV_PAGE_TOKENS;
-    sim->slots = malloc(n_slots * sizeof *sim->slots);
-    CHECK(sim->slots != NULL);
-    for (size_t i = 0; i < n_slots; i++) {
-        sim->slots[i] = 0xdead; /* memory as it comes is not zero */
-    }
+    sim->slots = make_slots(options.n_lanes, options.n_pages);
+    sim->window_slots = make_slots(options.n_lanes, options.n_window_pages);
     CHECK_OK(qkv_scheduler_create(&err, &options, &sim->scheduler), err);
     return sim;
 }
@@ -83,6 +92,7 @@ static void sim_destroy(struct sim *sim)
         seq_free(sim->seqs[i]);
     }
     free(sim->slots);
+    free(sim->window_slots);
     free(sim);
 }
 
@@ -147,6 +157,13 @@ static uint64_t *slot_of(struct sim *sim, const struct qkv_seq *seq, int32_t pos
     return &sim->slots[row * QKV_PAGE_TOKENS + (size_t)(position % QKV_PAGE_TOKENS)];
 }
 
+static uint64_t *window_slot_of(struct sim *sim, const struct qkv_seq *seq, int32_t position)
+{
+    int32_t page = seq->window_pages[position / QKV_PAGE_TOKENS];
+    size_t row = (size_t)seq->lane * (size_t)sim->options.n_window_pages + (size_t)page;
+    return &sim->window_slots[row * QKV_PAGE_TOKENS + (size_t)(position % QKV_PAGE_TOKENS)];
+}
+
 /* What a slot of the sequence holds: keys of a long sequence are others. */
 static uint64_t slot_hash(const struct sim *sim, struct qkv_seq *seq, int32_t position)
 {
@@ -154,6 +171,34 @@ static uint64_t slot_hash(const struct sim *sim, struct qkv_seq *seq, int32_t po
     const bool is_long = above > 0 && seq->n_tokens > above;
     CHECK_EQ_INT(seq->is_long, is_long);
     return prefix_hash(seq, position) ^ (is_long ? 0x1010u : 0u);
+}
+
+/* A window page is there for every position that a row of the slice sees, with what was stored
+ * there; before them is nothing but the blank page; and no more pages are held than those. */
+static void compute_window(struct sim *sim, struct qkv_seq *seq, int32_t end)
+{
+    const int32_t window = sim->options.window;
+    const int32_t seen = seq->n_cached < window ? 0 : seq->n_cached - window + 1;
+    CHECK_EQ_INT(seq->first_window_page, seen / QKV_PAGE_TOKENS);
+    CHECK(seq->n_window_pages >= (end + QKV_PAGE_TOKENS - 1) / QKV_PAGE_TOKENS);
+    CHECK(sim->had_failed_step ||
+          seq->n_window_pages == (end + QKV_PAGE_TOKENS - 1) / QKV_PAGE_TOKENS);
+    for (int32_t at = 0; at < seq->n_window_pages * QKV_PAGE_TOKENS; at++) {
+        uint64_t slot = *window_slot_of(sim, seq, at);
+        if (at / QKV_PAGE_TOKENS < seq->first_window_page) {
+            CHECK_EQ_INT(seq->window_pages[at / QKV_PAGE_TOKENS], QKV_BLANK_PAGE);
+            CHECK(slot == 0);
+        } else if (at < seq->n_cached) {
+            if (slot != slot_hash(sim, seq, at)) {
+                CHECK_FAIL("sequence %d sees another's position %d", (int)seq->id, (int)at);
+            }
+        } else if (slot != 0 && !(sim->had_failed_step && slot == slot_hash(sim, seq, at))) {
+            CHECK_FAIL("sequence %d finds a used window slot at %d", (int)seq->id, (int)at);
+        }
+    }
+    for (int32_t at = seq->n_cached; at < end; at++) {
+        *window_slot_of(sim, seq, at) = slot_hash(sim, seq, at);
+    }
 }
 
 static void compute_slice(struct sim *sim, const struct qkv_slice *slice)
@@ -178,20 +223,31 @@ static void compute_slice(struct sim *sim, const struct qkv_slice *slice)
     for (int32_t at = seq->n_cached; at < end; at++) {
         *slot_of(sim, seq, at) = slot_hash(sim, seq, at);
     }
+    if (sim->options.window > 0) {
+        compute_window(sim, seq, end);
+    }
     ((struct user *)seq->user)->n_steps++;
+}
+
+/* The pages of a lane that are listed in pages[first[lane]] .. pages[first[lane + 1] - 1]. */
+static void zero_listed(uint64_t *slots, int32_t lane, int32_t n_pages, const int32_t *pages,
+                        const int32_t *first)
+{
+    CHECK(lane > 0 || first[0] == 0);
+    CHECK(first[lane] <= first[lane + 1]);
+    for (int32_t i = first[lane]; i < first[lane + 1]; i++) {
+        CHECK(pages[i] >= 0 && pages[i] < n_pages);
+        size_t row = (size_t)lane * (size_t)n_pages + (size_t)pages[i];
+        memset(&slots[row * QKV_PAGE_TOKENS], 0, QKV_PAGE_TOKENS * sizeof *slots);
+    }
 }
 
 static void zero_new_pages(struct sim *sim, const struct qkv_step *step)
 {
-    CHECK_EQ_INT(step->new_first[0], 0);
     for (int32_t lane = 0; lane < sim->options.n_lanes; lane++) {
-        CHECK(step->new_first[lane] <= step->new_first[lane + 1]);
-        for (int32_t i = step->new_first[lane]; i < step->new_first[lane + 1]; i++) {
-            int32_t page = step->new_pages[i];
-            CHECK(page >= 0 && page < sim->options.n_pages);
-            size_t row = (size_t)lane * (size_t)sim->options.n_pages + (size_t)page;
-            memset(&sim->slots[row * QKV_PAGE_TOKENS], 0, QKV_PAGE_TOKENS * sizeof *sim->slots);
-        }
+        zero_listed(sim->slots, lane, sim->options.n_pages, step->new_pages, step->new_first);
+        zero_listed(sim->window_slots, lane, sim->options.n_window_pages, step->new_window_pages,
+                    step->new_window_first);
     }
 }
 
@@ -272,6 +328,8 @@ static int32_t sim_drain(struct sim *sim, int32_t max_steps)
     CHECK_EQ_INT(counts.n_running, 0);
     CHECK_EQ_INT(counts.n_waiting, 0);
     CHECK_EQ_INT(counts.n_free_pages + counts.n_evictable_pages, counts.n_pages);
+    CHECK_EQ_INT(counts.n_free_window_pages + counts.n_evictable_window_pages,
+                 counts.n_window_pages);
     return n_steps;
 }
 
@@ -1113,6 +1171,130 @@ static void test_phases_share_prompts(void)
     sim_destroy(sim);
 }
 
+/* What every random run checks, with windows smaller than a page, of a page, that do not end with
+ * one, and of several; pools of all sizes down to what a single sequence needs; chunks that are
+ * larger than the window. */
+static void test_random_ops_with_windows(void)
+{
+    static const int32_t windows[] = {1, 5, 15, 16, 17, 24, 32, 40, 130};
+    for (uint64_t seed = 300; seed < 372; seed++) {
+        struct qkv_scheduler_options options = random_options(seed);
+        options.window = windows[seed % 9];
+        const int32_t n_least = qkv_window_pages(options.window);
+        const int32_t n_running = options.max_running < 4 ? options.max_running : 4;
+        options.n_window_pages = seed % 3 == 0
+                                     ? (n_least < options.n_pages ? n_least : options.n_pages) + 1
+                                     : qkv_window_pool_pages(options.window, options.n_pages,
+                                                             seed % 3 == 1 ? 1 : n_running, 16);
+        options.long_above = seed % 11 == 0 ? 20 : 0;
+        (void)random_ops(options, 3000, seed, seed % 5 == 0);
+    }
+}
+
+static const struct qkv_scheduler_options windowed = {.n_lanes = 1,
+                                                      .n_pages = 64,
+                                                      .n_window_pages = 32,
+                                                      .window = 40,
+                                                      .chunk_tokens = 32,
+                                                      .max_running = 16,
+                                                      .prefix_cache = false,
+                                                      .offline = true};
+
+/* Of 600 tokens at most a chunk and a window are held, and a window at the end. */
+static void test_window_pages_are_freed(void)
+{
+    struct sim *sim = sim_create(windowed);
+    int32_t prompt[400];
+    fill(prompt, 400, 1);
+    struct qkv_seq *seq = sim_add(sim, prompt, 400, 200, 0);
+    int64_t most = 0;
+    while (seq->n_tokens < 599) {
+        (void)sim_step(sim);
+        const struct qkv_scheduler_counts counts = sim_counts(sim);
+        const int64_t n_held = counts.n_window_pages - counts.n_free_window_pages;
+        CHECK_EQ_INT(n_held, seq->n_window_pages - seq->first_window_page);
+        most = n_held > most ? n_held : most;
+    }
+    CHECK_EQ_INT(seq->n_pages, 38);
+    CHECK(most <= qkv_window_pages(40));
+    CHECK_EQ_INT(sim_counts(sim).most_used_window_pages, 5); /* 39 + 32 positions */
+    (void)sim_drain(sim, 10);
+    CHECK_EQ_INT(sim_counts(sim).n_free_window_pages, 31);
+    sim_destroy(sim);
+}
+
+/* A prefix is found where the window that the next token sees is kept, and nowhere else. */
+static void test_window_prefix(void)
+{
+    struct qkv_scheduler_options options = windowed;
+    options.prefix_cache = true;
+    options.chunk_tokens = 512;
+    options.n_window_pages = 20;
+    struct sim *sim = sim_create(options);
+    int32_t prompt[208];
+    fill(prompt, 208, 1);
+    (void)sim_add(sim, prompt, 161, 1, 0);
+    (void)sim_drain(sim, 10);
+    (void)sim_add(sim, prompt, 162, 1, 0);
+    (void)sim_drain(sim, 10);
+    CHECK_EQ_INT(sim_counts(sim).n_reused_tokens, 160);
+    /* Another sequence drives out the windows of the first four pages, but not those of the end. */
+    fill(prompt, 208, 1000);
+    (void)sim_add(sim, prompt, 208, 1, 0);
+    (void)sim_drain(sim, 10);
+    fill(prompt, 208, 1);
+    (void)sim_add(sim, prompt, 163, 1, 0);
+    (void)sim_drain(sim, 10);
+    CHECK_EQ_INT(sim_counts(sim).n_reused_tokens, 320);
+    for (int32_t i = 0; i < 2; i++) { /* the tree knows 96 tokens, their window only afterwards */
+        prompt[100] = -5 - i;
+        (void)sim_add(sim, prompt, 162, 1, 0);
+        (void)sim_drain(sim, 10);
+        CHECK_EQ_INT(sim_counts(sim).n_reused_tokens, 320 + i * 96);
+    }
+    sim_destroy(sim);
+}
+
+/* A request whose window can never fit gets its own error; the others run. */
+static void test_window_can_never_fit(void)
+{
+    struct qkv_error err;
+    struct qkv_scheduler_options options = windowed;
+    options.n_window_pages = 4; /* a window of 40 touches 4 pages, 3 are there */
+    struct sim *sim = sim_create(options);
+    int32_t prompt[60];
+    fill(prompt, 60, 1);
+    struct qkv_seq *seq = seq_make(prompt, 60, 4);
+    CHECK_ERROR(qkv_scheduler_add(&err, sim->scheduler, seq), err, QKV_ERR_PAGES,
+                "window of 64 tokens needed");
+    seq_free(seq);
+    (void)sim_add(sim, prompt, 40, 8, 0);
+    (void)sim_drain(sim, 20);
+    sim_destroy(sim);
+    options.n_window_pages = 1;
+    struct qkv_scheduler *none = NULL;
+    CHECK_ERROR(qkv_scheduler_create(&err, &options, &none), err, QKV_ERR_ARGUMENT, "window of 40");
+}
+
+/* A prompt takes as many rows as its window pages allow, and what decodes goes on. */
+static void test_window_limits_a_chunk(void)
+{
+    struct qkv_scheduler_options options = windowed;
+    options.chunk_tokens = 512;
+    options.n_window_pages = 7;
+    struct sim *sim = sim_create(options);
+    int32_t prompt[300];
+    fill(prompt, 300, 1);
+    struct qkv_seq *seq = sim_add(sim, prompt, 300, 2, 0);
+    (void)sim_step(sim);
+    CHECK_EQ_INT(seq->n_cached, 96);
+    (void)sim_step(sim);
+    CHECK_EQ_INT(seq->n_cached, 144); /* three pages of the window are kept */
+    CHECK_EQ_INT(sim_counts(sim).n_retractions, 0);
+    (void)sim_drain(sim, 20);
+    sim_destroy(sim);
+}
+
 static void test_same_again(void)
 {
     for (uint64_t seed = 100; seed < 104; seed++) {
@@ -1129,4 +1311,5 @@ CHECK_MAIN(test_one_request, test_wrong_calls, test_append_and_plan, test_reuse,
            test_victim_without_pages, test_growth_is_kept_back, test_room_for_one, test_cancel,
            test_finish_in_any_state, test_lanes, test_destroy_while_running, test_random_ops,
            test_long_sequences, test_random_ops_with_phases, test_phases_share_prompts,
-           test_same_again)
+           test_random_ops_with_windows, test_window_pages_are_freed, test_window_prefix,
+           test_window_can_never_fit, test_window_limits_a_chunk, test_same_again)

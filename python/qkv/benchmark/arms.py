@@ -1,6 +1,5 @@
 """What is compared: weight formats times KV formats, each with its pool and its cost."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ class Arm:
     choice: Choice
     pool_tokens: int
     kv_bytes: int  # of a token
+    window: int  # the largest of a layer, 0: none has one
     cost: CostModel
 
 
@@ -124,8 +124,11 @@ def _cost(choice: Choice, machine: Machine, model: Source, weight_bytes: float) 
     )
 
 
-def arms(choice: Choice, pool_tokens: Any, machine: Machine, model: Source) -> list[Arm]:
-    """Of a choice on a machine: one for each size of the pool, as given or else as planned."""
+def arms(
+    choice: Choice, pool_tokens: Any, machine: Machine, model: Source, users: int
+) -> list[Arm]:
+    """Of a choice on a machine: one for each size of the pool, as given or else as planned, for up
+    to so many users."""
     weight_bytes = _weight_bytes(choice, machine, model)
     (kv_bytes,) = planner.kv_bytes([choice.kv_cache_dtype], model.shape).values()
     sizes = pools(pool_tokens, choice)
@@ -134,6 +137,9 @@ def arms(choice: Choice, pool_tokens: Any, machine: Machine, model: Source) -> l
             raise ValueError("how large is the pool? Give memory_gib or pool_tokens")
         planner.check_memory(machine.memory_gib, weight_bytes / GIB, machine.mem_fraction)
         room = planner.room_gib(machine.memory_gib, weight_bytes / GIB, machine.mem_fraction)
-        sizes = [math.floor(room * GIB / kv_bytes)]
+        sizes = [planner.pool_tokens(choice.kv_cache_dtype, model.shape, room * GIB, users)]
     cost = _cost(choice, machine, model, weight_bytes)
-    return [Arm(choice=choice, pool_tokens=n, kv_bytes=kv_bytes, cost=cost) for n in sizes]
+    return [
+        Arm(choice=choice, pool_tokens=n, kv_bytes=kv_bytes, window=model.shape.window, cost=cost)
+        for n in sizes
+    ]

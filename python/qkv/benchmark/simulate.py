@@ -103,12 +103,13 @@ def counted(
     pool_tokens: int,
     kv_bytes: int,
     cost: CostModel,
+    window: int = 0,
     chunk_tokens: int = 512,
     prefix_cache: bool = True,
     schedule: str = "offline",
 ) -> _core.Simulation:
-    """The run of Workload.draw()'s table. kv_bytes: of a token in the cache. OutOfPages names the
-    request that can never fit."""
+    """The run of Workload.draw()'s table. kv_bytes: of a token in the cache. window: the largest
+    of a layer, 0 if none has one. OutOfPages names the request that can never fit."""
     # A pool that holds every request at a time is as good as any larger one.
     n_tokens = table[:, 1:].sum(axis=1, dtype=np.int64)
     most = int((n_tokens + 2 * options.PAGE_TOKENS).sum())
@@ -119,6 +120,7 @@ def counted(
         chunk_tokens=chunk_tokens,
         prefix_cache=prefix_cache,
         offline=schedule == "offline",
+        window=window,
         step_seconds=cost.step_seconds,
         prefill_row_seconds=cost.prefill_row_seconds,
         decode_row_seconds=cost.decode_row_seconds,

@@ -11,7 +11,7 @@ import numpy as np
 from .. import planner
 from .._core import OutOfPages
 from ..engine import Engine
-from ..options import PAGE_TOKENS, one_of, token_bytes
+from ..options import PAGE_TOKENS, one_of, token_bytes, window_of
 from ..params import flag, integer, real
 from ..progress import Progress
 from . import arms
@@ -215,10 +215,11 @@ def _cell(
 def _simulated(
     setup: _Setup, machine: Machine, source: planner.Source, show: bool
 ) -> Iterator[Cell]:
+    most_users = max(point.users for point in setup.points)
     found = [
         arm
         for choice in setup.choices
-        for arm in arms.arms(choice, setup.pool_tokens, machine, source)
+        for arm in arms.arms(choice, setup.pool_tokens, machine, source, most_users)
     ]
     with closing(Progress(show, len(found) * len(setup.points), "points")) as bar:
         for arm in found:
@@ -242,6 +243,7 @@ def _simulate_one(
         pool_tokens=arm.pool_tokens,
         kv_bytes=arm.kv_bytes,
         cost=arm.cost,
+        window=arm.window,
         **setup.scheduling,
     )
     bar.step(int(table[:, 1:].sum()))
@@ -288,6 +290,7 @@ def _of_engine(
 ) -> Iterator[Cell]:
     facts = engine.info
     pool, kv_bytes = facts["kv_tokens"], token_bytes(facts["config"], engine._lanes)
+    window = window_of(facts["config"])
     warm_up(engine)
     for point in setup.points:
         outcome: dict[str, Any] = {}
@@ -304,18 +307,24 @@ def _of_engine(
                 run = measure(engine, table, point, seed)
                 bar.step(int(table[:, 1:].sum()))
                 runs.append(setup.figures(run, point, table))
-                works += _work(setup, run, table, point, pool, kv_bytes)
+                works += _work(setup, run, table, point, pool, kv_bytes, window)
             outcome["figures"] = tuple(runs)
         bar.rows()
         yield _cell(choice, pool, kv_bytes, point, **outcome)
 
 
 def _work(
-    setup: _Setup, run: Run, table: Any, point: Workload, pool: int, kv_bytes: int
+    setup: _Setup, run: Run, table: Any, point: Workload, pool: int, kv_bytes: int, window: int
 ) -> list[Work]:
     """What the run computed, by simulating it: nothing if its steps were others."""
     steps = counted(
-        table, point, pool_tokens=pool, kv_bytes=kv_bytes, cost=_COUNTING, **setup.scheduling
+        table,
+        point,
+        pool_tokens=pool,
+        kv_bytes=kv_bytes,
+        cost=_COUNTING,
+        window=window,
+        **setup.scheduling,
     )
     if steps.n_prefill != run.prefilled:
         return []
