@@ -296,8 +296,11 @@ struct qkv_backend {
                                 const struct qkv_buffer *buffer, size_t offset, void *host,
                                 size_t n_bytes);
 
-    enum qkv_status (*weight_create)(struct qkv_error *err, struct qkv_device *dev,
-                                     const struct qkv_matrix *desc, struct qkv_weight **out);
+    /* descs, out: [n]. All of them or none: given many, a backend can keep its threads busy with
+     * small ones. Nothing of descs is used after the call. */
+    enum qkv_status (*weights_create)(struct qkv_error *err, struct qkv_device *dev,
+                                      const struct qkv_matrix *descs, size_t n,
+                                      struct qkv_weight **out);
     void (*weight_destroy)(struct qkv_device *dev, struct qkv_weight *weight);
     size_t (*weight_bytes)(const struct qkv_weight *weight);
     /* How it is multiplied by linear, or as an expert's by moe, in a word or two that last:
@@ -393,7 +396,7 @@ const struct qkv_backend *qkv_cpu_backend(void);
 bool qkv_cpu_isa(size_t index, const char **name, bool *usable);
 
 /* Bytes that a matrix takes in it, for planning without loading: no data are read, only whether
- * there are any. 0 for a format without a codec and for dimensions that weight_create refuses. */
+ * there are any. 0 for a format without a codec and for dimensions that weights_create refuses. */
 uint64_t qkv_cpu_packed_bytes(const struct qkv_matrix *matrix, enum qkv_compute compute,
                               enum qkv_activations activations);
 

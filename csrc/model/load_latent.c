@@ -54,7 +54,7 @@ static enum qkv_status pack_head(struct qkv_error *err, struct qkv_model *model,
         .format = is_bf16 ? QKV_FORMAT_BF16 : QKV_FORMAT_F32,
         .blocks = (const uint8_t *)values,
     };
-    QKV_TRY(model->backend->weight_create(err, model->device, &matrix, out));
+    QKV_TRY(model->backend->weights_create(err, model->device, &matrix, 1, out));
     model->memory.weight_bytes += model->backend->weight_bytes(*out);
     return QKV_OK;
 }

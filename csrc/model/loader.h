@@ -5,6 +5,19 @@
 #include "base/threads.h"
 #include "model/names.h"
 #include "model/plan.h"
+#include "quant/quantize.h"
+
+enum { QKV_WAITING_MAX = 64 };
+
+/* A matrix that is not in the backend yet, and memory that goes when it is. */
+struct qkv_waiting {
+    const struct qkv_stored *stored;
+    void *copy; /* of its rows, or NULL */
+    int32_t *row_index;
+    struct qkv_quantized quantized;
+    struct qkv_weight **out;
+    bool expert;
+};
 
 struct loader {
     struct qkv_model *model;
@@ -12,6 +25,11 @@ struct loader {
     const struct qkv_model_options *options;
     struct qkv_bound bound;
     struct qkv_threads *threads; /* that quantize, or NULL */
+    size_t n_waiting;
+    struct qkv_matrix matrices[QKV_WAITING_MAX]; /* as the backend takes them */
+    struct qkv_waiting waiting[QKV_WAITING_MAX];
+    uint64_t waiting_bytes; /* of files */
+    uint64_t copied_bytes;  /* held by those that wait */
     uint64_t done_bytes;
     uint64_t total_bytes;
     bool asked[QKV_FORMAT_COUNT]; /* whether the device has this format of a matrix */
@@ -23,15 +41,28 @@ struct loader {
 enum qkv_status qkv_survey(struct qkv_error *err, struct loader *loader);
 bool qkv_is_quantized_online(const struct loader *loader, enum qkv_part part);
 
-/* A part that is bound, into the backend. The norm's *out stays NULL if it is not there. */
+/* load_matrix.c: a matrix into the backend. *out is filled when many wait, or by qkv_load_waiting;
+ * until then it must stay where it is. */
 enum qkv_status qkv_load_matrix(struct qkv_error *err, struct loader *loader, int32_t layer,
                                 enum qkv_part part, struct qkv_weight **out);
-enum qkv_status qkv_load_norm(struct qkv_error *err, struct loader *loader, int32_t layer,
-                              enum qkv_part part, struct qkv_buffer **out);
+enum qkv_status qkv_load_expert(struct qkv_error *err, struct loader *loader,
+                                const struct qkv_stored *stored, struct qkv_weight **out);
+enum qkv_status qkv_load_waiting(struct qkv_error *err, struct loader *loader);
+void qkv_load_drop(struct loader *loader); /* those that wait will not be loaded */
 
-/* The tensors of a matrix were packed. */
+/* Whether rows, or elements of a bias, are stored in another order than the model's. */
+bool qkv_is_permuted(const struct loader *loader, enum qkv_part part);
+
+/* `n_bytes` of the tensor, of which no more is wanted, were loaded. */
+enum qkv_status qkv_tensor_done(struct qkv_error *err, struct loader *loader,
+                                const struct qkv_tensor *tensor, uint64_t n_bytes);
+/* The same of a matrix's tensors. */
 enum qkv_status qkv_load_done(struct qkv_error *err, struct loader *loader,
                               const struct qkv_stored *stored);
+
+/* A norm that is bound; *out stays NULL if it is not there. */
+enum qkv_status qkv_load_norm(struct qkv_error *err, struct loader *loader, int32_t layer,
+                              enum qkv_part part, struct qkv_buffer **out);
 
 void qkv_destroy_linear(const struct qkv_model *model, struct qkv_linear_plan *plan);
 

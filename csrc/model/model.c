@@ -1,157 +1,15 @@
 /* From a checkpoint to a plan: everything is bound and checked first, so that a bad checkpoint is
- * refused before the first large matrix is packed; then tensors go up one by one. */
+ * refused before the first large matrix is packed; then tensors go up, matrices many at a time. */
 #include "model/model.h"
 
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/mem.h"
 #include "model/loader.h"
 #include "model/rope.h"
 #include "quant/codec.h"
-
-static bool is_permuted(const struct loader *loader, enum qkv_part part)
-{
-    return loader->model->config.gguf_qk_permuted &&
-           (part == QKV_PART_Q || part == QKV_PART_K || part == QKV_PART_Q_BIAS ||
-            part == QKV_PART_K_BIAS);
-}
-
-/* `n_bytes` of the tensor were packed. */
-static enum qkv_status tensor_done(struct qkv_error *err, struct loader *loader,
-                                   const struct qkv_tensor *tensor, uint64_t n_bytes)
-{
-    const struct qkv_model_options *options = loader->options;
-    qkv_weights_release(loader->weights, tensor);
-    loader->done_bytes += n_bytes;
-    if (options->progress != NULL &&
-        !options->progress(options->progress_ctx, loader->done_bytes, loader->total_bytes)) {
-        return qkv_fail(err, QKV_ERR_STATE, "interrupted");
-    }
-    return QKV_OK;
-}
-
-static void count_path(struct qkv_model *model, const struct qkv_weight *weight, bool expert)
-{
-    const char *name = model->backend->weight_path(weight, expert);
-    for (int i = 0; i < QKV_MODEL_PATHS; i++) {
-        struct qkv_model_path *path = &model->counts.paths[i];
-        if (path->name == NULL || strcmp(path->name, name) == 0) {
-            path->name = name;
-            path->n++;
-            return;
-        }
-    }
-}
-
-/* Into the backend's packing. */
-static enum qkv_status pack_matrix(struct qkv_error *err, const struct loader *loader,
-                                   const struct qkv_matrix *matrix, struct qkv_weight **out)
-{
-    struct qkv_model *model = loader->model;
-    struct qkv_form form;
-    qkv_matrix_form(matrix, &form);
-    model->counts.n_inputs += matrix->input.quant != QKV_INPUT_NONE;
-    model->counts.n_int8_inputs +=
-        qkv_code_is_integer(form.code) && matrix->input.quant == QKV_INPUT_INT8;
-    return model->backend->weight_create(err, model->device, matrix, out);
-}
-
-/* The same, quantized on the way if that was asked for. */
-static enum qkv_status create_weight(struct qkv_error *err, struct loader *loader,
-                                     enum qkv_part part, const struct qkv_matrix *matrix,
-                                     struct qkv_weight **out)
-{
-    struct qkv_model_counts *counts = &loader->model->counts;
-    if (!qkv_is_quantized_online(loader, part)) {
-        return pack_matrix(err, loader, matrix, out);
-    }
-    struct qkv_quantized quantized;
-    enum qkv_status status =
-        qkv_quantize_matrix(err, matrix, loader->options->online, loader->threads, &quantized);
-    if (status == QKV_ERR_UNSUPPORTED) {
-        if (counts->n_left++ == 0) {
-            loader->first_left = *err;
-        }
-        return pack_matrix(err, loader, matrix, out);
-    }
-    QKV_TRY(status);
-    counts->n_online++;
-    status = pack_matrix(err, loader, &quantized.matrix, out);
-    qkv_quantized_free(&quantized);
-    return status;
-}
-
-/* Into the backend, rows in the order in which the model uses them. */
-static enum qkv_status create_ordered(struct qkv_error *err, struct loader *loader,
-                                      enum qkv_part part, struct qkv_matrix matrix,
-                                      struct qkv_weight **out)
-{
-    const struct qkv_model *model = loader->model;
-    int32_t *row_index = NULL;
-    if (is_permuted(loader, part)) {
-        const int32_t n_rows = (int32_t)matrix.n_out;
-        void *block;
-        QKV_TRY(qkv_calloc(err, (size_t)n_rows, sizeof *row_index, &block));
-        row_index = block;
-        for (int32_t i = 0; i < n_rows; i++) {
-            row_index[i] = qkv_gguf_qk_row(i, model->config.head_dim);
-        }
-        matrix.row_index = row_index;
-    }
-    const enum qkv_status status = create_weight(err, loader, part, &matrix, out);
-    free(row_index);
-    return status;
-}
-
-/* What the first set of weights has of the embedding or the head, if this one's is the same: a
- * plain tensor of the same files, which neither makes anything else of. */
-static struct qkv_weight *shared_end(const struct loader *loader, enum qkv_part part,
-                                     const struct qkv_stored *stored)
-{
-    const struct qkv_model *first = loader->options->first;
-    if (!loader->options->same_files || first->online_ends ||
-        qkv_is_quantized_online(loader, part) || stored->matrix.format == QKV_FORMAT_COUNT) {
-        return NULL;
-    }
-    return part == QKV_PART_EMBED ? first->embed : part == QKV_PART_HEAD ? first->head : NULL;
-}
-
-enum qkv_status qkv_load_done(struct qkv_error *err, struct loader *loader,
-                              const struct qkv_stored *stored)
-{
-    for (int32_t i = 0; i < stored->n_tensors; i++) {
-        QKV_TRY(tensor_done(err, loader, stored->tensors[i], i == 0 ? stored->n_bytes : 0));
-    }
-    return QKV_OK;
-}
-
-static enum qkv_status load_stored(struct qkv_error *err, struct loader *loader, enum qkv_part part,
-                                   const struct qkv_stored *stored, struct qkv_weight **out)
-{
-    struct qkv_model *model = loader->model;
-    struct qkv_matrix matrix;
-    void *copy;
-    QKV_TRY(qkv_stored_rows(err, stored, &matrix, &copy));
-    const enum qkv_status status = create_ordered(err, loader, part, matrix, out);
-    free(copy);
-    QKV_TRY(status);
-    model->memory.weight_bytes += model->backend->weight_bytes(*out);
-    return qkv_load_done(err, loader, stored);
-}
-
-enum qkv_status qkv_load_matrix(struct qkv_error *err, struct loader *loader, int32_t layer,
-                                enum qkv_part part, struct qkv_weight **out)
-{
-    const struct qkv_stored *stored = qkv_bound_get(&loader->bound, layer, part)->matrix;
-    *out = shared_end(loader, part, stored);
-    QKV_TRY(*out != NULL ? qkv_load_done(err, loader, stored)
-                         : load_stored(err, loader, part, stored, out));
-    count_path(loader->model, *out, false);
-    return QKV_OK;
-}
 
 /* Values of a vector as f32, in the order in which the model uses them. Free with free(). */
 static enum qkv_status vector_values(struct qkv_error *err, const struct loader *loader,
@@ -170,7 +28,7 @@ static enum qkv_status vector_values(struct qkv_error *err, const struct loader 
         return qkv_fail_prefix(err, status, tensor->name);
     }
     for (size_t i = 0; i < n; i++) {
-        values[i] = is_permuted(loader, part)
+        values[i] = qkv_is_permuted(loader, part)
                         ? stored[qkv_gguf_qk_row((int32_t)i, loader->model->config.head_dim)]
                         : stored[i];
     }
@@ -208,7 +66,7 @@ static enum qkv_status load_vector(struct qkv_error *err, struct loader *loader,
               : qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: a value is not a number", tensor->name);
     free(values);
     QKV_TRY(status);
-    return tensor_done(err, loader, tensor, tensor->n_bytes);
+    return qkv_tensor_done(err, loader, tensor, tensor->n_bytes);
 }
 
 enum qkv_status qkv_load_norm(struct qkv_error *err, struct loader *loader, int32_t layer,
@@ -254,7 +112,7 @@ static enum qkv_status load_bias(struct qkv_error *err, struct loader *loader,
                               : upload_vector(err, loader->model, values, n, out);
     free(block);
     QKV_TRY(status);
-    return tensor_done(err, loader, tensor, 0);
+    return qkv_tensor_done(err, loader, tensor, 0);
 }
 
 static enum qkv_status load_experts(struct qkv_error *err, struct loader *loader, int32_t layer,
@@ -270,9 +128,7 @@ static enum qkv_status load_experts(struct qkv_error *err, struct loader *loader
     for (int32_t e = 0; e < loader->bound.layer_experts; e++) {
         for (int32_t part = 0; part < QKV_EXPERT_PARTS; part++) {
             const struct qkv_bound_expert *bound = qkv_bound_expert(&loader->bound, layer, e, part);
-            QKV_TRY(load_stored(err, loader, QKV_PART_GATE, bound->matrix,
-                                &plan->experts[e].weight[part]));
-            count_path(loader->model, plan->experts[e].weight[part], true);
+            QKV_TRY(qkv_load_expert(err, loader, bound->matrix, &plan->experts[e].weight[part]));
             if (bound->bias != NULL) {
                 QKV_TRY(load_bias(err, loader, bound, &plan->experts[e].bias[part]));
             }
@@ -332,7 +188,7 @@ static enum qkv_status divide_by_factors(struct qkv_error *err, struct loader *l
         inv_freq[i] /= factors[i];
     }
     free(factors);
-    return tensor_done(err, loader, tensor, tensor->n_bytes);
+    return qkv_tensor_done(err, loader, tensor, tensor->n_bytes);
 }
 
 /* One set of weights reads the keys that the other has rotated. Files round their frequencies, in
@@ -474,7 +330,6 @@ static enum qkv_status load_head(struct qkv_error *err, struct loader *loader)
     struct qkv_model *model = loader->model;
     const struct qkv_stored *head = qkv_bound_get(&loader->bound, -1, QKV_PART_HEAD)->matrix;
     if (head == NULL) {
-        model->head = model->embed;
         return QKV_OK;
     }
     if (model->config.tied) {
@@ -499,6 +354,8 @@ static enum qkv_status load_all(struct qkv_error *err, struct loader *loader)
     }
     QKV_TRY(qkv_load_norm(err, loader, -1, QKV_PART_FINAL_NORM, &model->final_norm));
     QKV_TRY(load_head(err, loader));
+    QKV_TRY(qkv_load_waiting(err, loader));
+    model->head = model->head != NULL ? model->head : model->embed;
     if (model->counts.n_left != 0) {
         qkv_log_write(loader->options->log, QKV_LOG_WARNING,
                       "%d of %d matrices stay as they are (%s)", model->counts.n_left,
@@ -566,6 +423,7 @@ enum qkv_status qkv_model_load(struct qkv_error *err, const struct qkv_weights *
     if (status == QKV_OK) {
         status = load_all(err, &loader);
     }
+    qkv_load_drop(&loader);
     qkv_threads_destroy(loader.threads);
     qkv_bound_free(&loader.bound);
     if (status != QKV_OK) {

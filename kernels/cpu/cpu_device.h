@@ -62,8 +62,9 @@ enum qkv_status qkv_cpu_scratch_get(struct qkv_error *err, struct qkv_device *de
 /* The operations, with the signatures of struct qkv_backend. */
 
 /* cpu_weight.c */
-enum qkv_status qkv_cpu_weight_create(struct qkv_error *err, struct qkv_device *dev,
-                                      const struct qkv_matrix *matrix, struct qkv_weight **out);
+enum qkv_status qkv_cpu_weights_create(struct qkv_error *err, struct qkv_device *dev,
+                                       const struct qkv_matrix *descs, size_t n,
+                                       struct qkv_weight **out);
 void qkv_cpu_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight);
 size_t qkv_cpu_weight_bytes(const struct qkv_weight *weight);
 const char *qkv_cpu_weight_path(const struct qkv_weight *weight, bool expert);

@@ -4,6 +4,7 @@
  * vector code; then the words of the columns are interleaved. */
 #include "cpu_pack.h"
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <string.h>
 
@@ -12,8 +13,8 @@
 #include "quant/formats.h"
 
 enum {
-    PIECE = QKV_PIECE,      /* elements; a multiple of every format's block */
-    RELEASE_BYTES = 4 << 20 /* packed by a thread before it gives back pages of the file */
+    PIECE = QKV_PIECE,    /* elements; a multiple of every format's block */
+    SHARE_BYTES = 1 << 20 /* packed by a thread before it takes more and gives back file pages */
 };
 
 size_t qkv_cpu_code_bits(enum qkv_pack pack)
@@ -33,6 +34,7 @@ int qkv_cpu_byte_offset(enum qkv_pack pack)
 
 /* One piece of a panel. */
 struct piece {
+    const struct qkv_cpu_gemm_ops *ops;
     const struct qkv_pack_task *task;
     const struct qkv_weight *w;
     uint8_t *panel;
@@ -183,7 +185,7 @@ static void row_of_codes(const struct piece *p, size_t column, int64_t row, uint
 {
     const struct qkv_weight *w = p->w;
     struct qkv_piece piece;
-    qkv_matrix_read(p->task->matrix, p->task->form, row, (int64_t)p->first, (int64_t)p->n,
+    qkv_matrix_read(p->task->matrix, &p->task->form, row, (int64_t)p->first, (int64_t)p->n,
                     w->k_order, &piece);
     size_t n = qkv_round_up(p->n, QKV_UNIT);
     memset(piece.code + p->n, 0, n - p->n);
@@ -313,54 +315,46 @@ static void interleave(const struct piece *p)
 
 /* ---- panels ---- */
 
-/* Where a piece of a row begins in the file, and the distance to the next piece; NULL where rows
- * are no streams. */
-static const uint8_t *stored_piece(const struct qkv_matrix *matrix, int64_t row, size_t first,
-                                   size_t *piece_bytes)
+/* Where a row begins in the file, and bytes of a piece of it; NULL where rows are no streams. */
+static const uint8_t *stored_row(const struct qkv_matrix *matrix, int64_t row, size_t *piece_bytes)
 {
-    int64_t stored_row = matrix->row_index != NULL ? matrix->row_index[row] : row;
+    int64_t index = matrix->row_index != NULL ? matrix->row_index[row] : row;
     if (matrix->format == QKV_FORMAT_COUNT) {
         const struct qkv_codes *codes = &matrix->codes;
         bool rows = codes->order == QKV_ORDER_ROWS || codes->order == QKV_ORDER_ROWS_HIGH;
         *piece_bytes = (size_t)(PIECE * codes->bits / 8);
-        return rows && !codes->transposed
-                   ? codes->data + stored_row * codes->row_bytes + first / PIECE * *piece_bytes
-                   : NULL;
+        return rows && !codes->transposed ? codes->data + index * codes->row_bytes : NULL;
     }
     const struct qkv_format_traits *traits = qkv_format_traits(matrix->format);
     size_t row_bytes = (size_t)(matrix->k_in / traits->block_elems) * (size_t)traits->block_bytes;
     *piece_bytes = (size_t)(PIECE / traits->block_elems) * (size_t)traits->block_bytes;
-    return matrix->blocks + (size_t)stored_row * row_bytes + first / PIECE * *piece_bytes;
+    return matrix->blocks + (size_t)index * row_bytes;
 }
 
 /* The instruction set's kernel for full panels of this matrix, or NULL: by way of its pieces. */
-static void (*find_kernel(const struct qkv_pack_task *task))(const struct qkv_cpu_rows *)
+static void (*find_kernel(const struct piece *p))(const struct qkv_cpu_rows *)
 {
-    const struct qkv_matrix *matrix = task->matrix;
+    const struct qkv_matrix *matrix = p->task->matrix;
     bool whole = matrix->k_in % QKV_UNIT == 0; /* only of bf16 it may not be */
-    if (matrix->format == QKV_FORMAT_COUNT || task->w->pack == QKV_PACK_F32 || !whole) {
+    if (matrix->format == QKV_FORMAT_COUNT || p->w->pack == QKV_PACK_F32 || !whole) {
         return NULL;
     }
-    return task->ops->pack_rows[matrix->format];
+    return p->ops->pack_rows[matrix->format];
 }
 
 /* The same piece of all rows, and fetches the one behind it: a piece is too short a stream for the
- * processor to fetch ahead by itself. */
-static void pack_piece(struct piece *p, size_t panel, size_t n_columns)
+ * processor to fetch ahead by itself. rows: [n_columns], NULL where they are no streams. */
+static void pack_piece(struct piece *p, size_t panel, const uint8_t *const *rows, size_t n_columns,
+                       size_t piece_bytes)
 {
-    const struct qkv_pack_task *task = p->task;
-    void (*kernel)(const struct qkv_cpu_rows *) = n_columns == QKV_PANEL ? find_kernel(task) : NULL;
-    bool ahead = p->first + 2 * PIECE <= (size_t)p->w->k_in;
-    const uint8_t *rows[QKV_PANEL];
+    void (*kernel)(const struct qkv_cpu_rows *) = n_columns == QKV_PANEL ? find_kernel(p) : NULL;
+    bool ahead = rows[0] != NULL && p->first + 2 * PIECE <= (size_t)p->w->k_in;
     for (size_t c = 0; c < n_columns; c++) {
-        int64_t row = (int64_t)(panel * QKV_PANEL + c);
-        size_t piece_bytes = 0;
-        rows[c] = stored_piece(task->matrix, row, p->first, &piece_bytes);
-        for (size_t b = 0; ahead && rows[c] != NULL && b < piece_bytes; b += 64) {
+        for (size_t b = 0; ahead && b < piece_bytes; b += 64) {
             __builtin_prefetch(rows[c] + piece_bytes + b);
         }
         if (kernel == NULL) {
-            pack_row(p, c, row, rows[c]);
+            pack_row(p, c, (int64_t)(panel * QKV_PANEL + c), rows[c]);
         }
     }
     if (kernel == NULL) {
@@ -377,18 +371,26 @@ static void pack_piece(struct piece *p, size_t panel, size_t n_columns)
     });
 }
 
-static void pack_panel(const struct qkv_pack_task *task, size_t panel, struct piece *p)
+static void pack_panel(struct piece *p, size_t panel)
 {
-    const struct qkv_weight *w = task->w;
+    const struct qkv_weight *w = p->w;
+    const uint8_t *rows[QKV_PANEL];
+    size_t piece_bytes = 0;
     size_t k_in = (size_t)w->k_in;
     size_t n_left = (size_t)w->n_out - panel * QKV_PANEL;
     size_t n_columns = n_left < QKV_PANEL ? n_left : QKV_PANEL;
     p->panel = w->data + panel * w->panel_bytes;
     memset(p->words + n_columns * p->stride, 0,
            (QKV_PANEL - n_columns) * p->stride * sizeof *p->words);
+    for (size_t c = 0; c < n_columns; c++) {
+        rows[c] = stored_row(p->task->matrix, (int64_t)(panel * QKV_PANEL + c), &piece_bytes);
+    }
     for (p->first = 0; p->first < k_in; p->first += PIECE) {
         p->n = k_in - p->first < PIECE ? k_in - p->first : PIECE;
-        pack_piece(p, panel, n_columns);
+        pack_piece(p, panel, rows, n_columns, piece_bytes);
+        for (size_t c = 0; rows[0] != NULL && c < n_columns; c++) {
+            rows[c] += piece_bytes;
+        }
     }
 }
 
@@ -403,38 +405,88 @@ static void put_row_scales(const struct qkv_pack_task *task, size_t panel)
 }
 
 /* The rows of panels [begin, end) are packed. Reordered ones lie in other panels' bytes too. */
-static void release_rows(const struct qkv_pack_task *task, size_t begin, size_t end)
+static void release_rows(const struct qkv_matrix *matrix, size_t begin, size_t end)
 {
-    const struct qkv_matrix *matrix = task->matrix;
     int64_t first = (int64_t)(begin * QKV_PANEL);
     int64_t last = (int64_t)(end * QKV_PANEL);
     size_t piece_bytes;
     if (matrix->release == NULL || matrix->row_index != NULL) {
         return;
     }
-    const uint8_t *stored = stored_piece(matrix, first, 0, &piece_bytes);
+    const uint8_t *stored = stored_row(matrix, first, &piece_bytes);
     if (stored != NULL) {
         last = last < matrix->n_out ? last : matrix->n_out;
-        matrix->release(stored, (uint64_t)(stored_piece(matrix, last, 0, &piece_bytes) - stored));
+        matrix->release(stored, (uint64_t)(stored_row(matrix, last, &piece_bytes) - stored));
     }
 }
 
-void qkv_cpu_pack_panels(void *ctx, size_t begin, size_t end, int thread)
+/* ---- many matrices ---- */
+
+/* Each matrix is cut into shares of neighbouring panels. All shares, in order, are one line that
+ * the threads take from: none waits for another between two matrices, nor in a page fault on
+ * memory that both have begun. */
+struct line {
+    const struct qkv_cpu_gemm_ops *ops;
+    const struct qkv_pack_task *tasks; /* [n] */
+    size_t n;
+    atomic_size_t next; /* the first share that nobody has */
+};
+
+static size_t share_panels(const struct qkv_weight *w)
 {
-    const struct qkv_pack_task *task = ctx;
-    struct piece p;
-    p.task = task;
-    p.w = task->w;
-    p.stride = PIECE * qkv_cpu_code_bits(task->w->pack) / 32 + 1;
-    size_t step = RELEASE_BYTES / task->w->panel_bytes + 1;
-    (void)thread;
+    return SHARE_BYTES / w->panel_bytes + 1;
+}
+
+static size_t count_shares(const struct qkv_weight *w)
+{
+    return ((size_t)w->n_panels + share_panels(w) - 1) / share_panels(w);
+}
+
+static void pack_share(struct piece *p, size_t share)
+{
+    const struct qkv_weight *w = p->w;
+    size_t begin = share * share_panels(w);
+    size_t end = begin + share_panels(w);
+    end = end < (size_t)w->n_panels ? end : (size_t)w->n_panels;
     for (size_t panel = begin; panel < end; panel++) {
-        pack_panel(task, panel, &p);
-        if (task->w->row_scale != NULL) {
-            put_row_scales(task, panel);
-        }
-        if ((panel + 1 - begin) % step == 0) {
-            release_rows(task, panel + 1 - step, panel + 1);
+        pack_panel(p, panel);
+        if (w->row_scale != NULL) {
+            put_row_scales(p->task, panel);
         }
     }
+    release_rows(p->task->matrix, begin, end);
+}
+
+static void pack_line(void *ctx, size_t begin, size_t end, int thread)
+{
+    struct line *line = ctx;
+    struct piece p;
+    size_t i = 0;
+    size_t before = 0; /* shares of the matrices before i */
+    (void)begin;
+    (void)end;
+    (void)thread;
+    p.ops = line->ops;
+    for (;;) {
+        size_t share = atomic_fetch_add_explicit(&line->next, 1, memory_order_relaxed);
+        while (i < line->n && share >= before + count_shares(line->tasks[i].w)) {
+            before += count_shares(line->tasks[i++].w);
+        }
+        if (i == line->n) {
+            return;
+        }
+        p.task = &line->tasks[i];
+        p.w = p.task->w;
+        p.stride = PIECE * qkv_cpu_code_bits(p.w->pack) / 32 + 1;
+        pack_share(&p, share - before);
+    }
+}
+
+enum qkv_status qkv_cpu_pack(struct qkv_error *err, struct qkv_threads *threads,
+                             const struct qkv_cpu_gemm_ops *ops, const struct qkv_pack_task *tasks,
+                             size_t n)
+{
+    struct line line = {.ops = ops, .tasks = tasks, .n = n};
+    atomic_init(&line.next, 0);
+    return qkv_threads_run_all(err, threads, pack_line, &line);
 }

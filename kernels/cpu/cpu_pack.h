@@ -6,15 +6,15 @@
 #include <stdint.h>
 
 #include "backend/backend.h"
+#include "base/threads.h"
 #include "cpu_weight.h"
 #include "gemm_ops.h"
 #include "quant/matrix.h"
 
 struct qkv_pack_task {
     const struct qkv_matrix *matrix; /* checked */
-    const struct qkv_form *form;
-    const struct qkv_weight *w; /* laid out; its data are zero */
-    const struct qkv_cpu_gemm_ops *ops;
+    struct qkv_form form;
+    struct qkv_weight *w; /* laid out; its data are zero */
 };
 
 /* Bits of a code in a panel, padding to nothing. */
@@ -27,7 +27,9 @@ int qkv_cpu_byte_offset(enum qkv_pack pack);
  * finite; an infinity or NaN is the high term alone. */
 void qkv_cpu_split_value(float value, uint16_t *high, uint16_t *low);
 
-/* Panels [begin, end): a qkv_task over a struct qkv_pack_task. */
-void qkv_cpu_pack_panels(void *ctx, size_t begin, size_t end, int thread);
+/* Packs matrices, tasks [n]: threads take shares of them until none is left. */
+enum qkv_status qkv_cpu_pack(struct qkv_error *err, struct qkv_threads *threads,
+                             const struct qkv_cpu_gemm_ops *ops, const struct qkv_pack_task *tasks,
+                             size_t n);
 
 #endif

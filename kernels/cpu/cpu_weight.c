@@ -261,28 +261,42 @@ static enum qkv_status place_data(struct qkv_error *err, struct qkv_device *dev,
     return status;
 }
 
-enum qkv_status qkv_cpu_weight_create(struct qkv_error *err, struct qkv_device *dev,
-                                      const struct qkv_matrix *matrix, struct qkv_weight **out)
+/* Everything but packing; on failure, too, w is to be destroyed. */
+static enum qkv_status plan_weight(struct qkv_error *err, struct qkv_device *dev,
+                                   const struct qkv_matrix *matrix, struct qkv_pack_task *task)
 {
-    struct qkv_form form = {0};
-    QKV_TRY(check_matrix(err, matrix, &form));
+    task->matrix = matrix;
+    QKV_TRY(check_matrix(err, matrix, &task->form));
     void *memory = NULL;
     QKV_TRY(qkv_calloc(err, 1, sizeof(struct qkv_weight), &memory));
-    struct qkv_weight *w = memory;
-    plan_layout(matrix, &form, dev->compute, dev->activations, w);
-    enum qkv_status status = place_data(err, dev, matrix, &form, w);
+    task->w = memory;
+    plan_layout(matrix, &task->form, dev->compute, dev->activations, task->w);
+    return place_data(err, dev, matrix, &task->form, task->w);
+}
+
+enum qkv_status qkv_cpu_weights_create(struct qkv_error *err, struct qkv_device *dev,
+                                       const struct qkv_matrix *descs, size_t n,
+                                       struct qkv_weight **out)
+{
+    void *block = NULL;
+    QKV_TRY(qkv_calloc(err, n, sizeof(struct qkv_pack_task), &block));
+    struct qkv_pack_task *tasks = block;
+    enum qkv_status status = QKV_OK;
+    for (size_t i = 0; status == QKV_OK && i < n; i++) {
+        status = plan_weight(err, dev, &descs[i], &tasks[i]);
+    }
     if (status == QKV_OK) {
-        struct qkv_pack_task task = {
-            .matrix = matrix, .form = &form, .w = w, .ops = dev->ops->gemm};
-        status =
-            qkv_threads_run(err, dev->threads, (size_t)w->n_panels, qkv_cpu_pack_panels, &task);
+        status = qkv_cpu_pack(err, dev->threads, dev->ops->gemm, tasks, n);
     }
-    if (status != QKV_OK) {
-        qkv_cpu_weight_destroy(dev, w);
-        return status;
+    for (size_t i = 0; i < n; i++) {
+        if (status == QKV_OK) {
+            out[i] = tasks[i].w;
+        } else {
+            qkv_cpu_weight_destroy(dev, tasks[i].w);
+        }
     }
-    *out = w;
-    return QKV_OK;
+    free(block);
+    return status;
 }
 
 void qkv_cpu_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight)

@@ -258,8 +258,9 @@ enum qkv_status qkv_cuda_rope_create(struct qkv_error *err, struct qkv_device *d
 void qkv_cuda_rope_destroy(struct qkv_device *dev, struct qkv_rope *rope);
 
 /* weight.cu */
-enum qkv_status qkv_cuda_weight_create(struct qkv_error *err, struct qkv_device *dev,
-                                       const struct qkv_matrix *desc, struct qkv_weight **out);
+enum qkv_status qkv_cuda_weights_create(struct qkv_error *err, struct qkv_device *dev,
+                                        const struct qkv_matrix *descs, size_t n,
+                                        struct qkv_weight **out);
 void qkv_cuda_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight);
 size_t qkv_cuda_weight_bytes(const struct qkv_weight *weight);
 const char *qkv_cuda_weight_path(const struct qkv_weight *weight, bool expert);

@@ -35,7 +35,7 @@ static const struct qkv_backend table = {
     qkv_cuda_buffer_destroy,
     qkv_cuda_upload,
     qkv_cuda_download,
-    qkv_cuda_weight_create,
+    qkv_cuda_weights_create,
     qkv_cuda_weight_destroy,
     qkv_cuda_weight_bytes,
     qkv_cuda_weight_path,

@@ -203,8 +203,8 @@ bool qkv_cuda_has_int8_sums(const struct qkv_weight *w)
            (w->form.group > 0 || w->k_in <= 65536);
 }
 
-enum qkv_status qkv_cuda_weight_create(struct qkv_error *err, struct qkv_device *dev,
-                                       const struct qkv_matrix *desc, struct qkv_weight **out)
+static enum qkv_status create_weight(struct qkv_error *err, struct qkv_device *dev,
+                                     const struct qkv_matrix *desc, struct qkv_weight **out)
 {
     QKV_TRY(check_matrix(err, desc));
     void *memory = NULL;
@@ -236,6 +236,22 @@ enum qkv_status qkv_cuda_weight_create(struct qkv_error *err, struct qkv_device 
         return status;
     }
     *out = w;
+    return QKV_OK;
+}
+
+enum qkv_status qkv_cuda_weights_create(struct qkv_error *err, struct qkv_device *dev,
+                                        const struct qkv_matrix *descs, size_t n,
+                                        struct qkv_weight **out)
+{
+    for (size_t i = 0; i < n; i++) {
+        enum qkv_status status = create_weight(err, dev, &descs[i], &out[i]);
+        if (status != QKV_OK) {
+            while (i-- > 0) {
+                qkv_cuda_weight_destroy(dev, out[i]);
+            }
+            return status;
+        }
+    }
     return QKV_OK;
 }
 

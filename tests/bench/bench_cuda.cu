@@ -260,7 +260,7 @@ static struct qkv_weight *make_weight(const struct weights_case &c, int64_t n, i
         s.rows_per = 1;
     }
     struct qkv_weight *weight = NULL;
-    check(be->weight_create(&err, dev, &m, &weight));
+    check(be->weights_create(&err, dev, &m, 1, &weight));
     return weight;
 }
 

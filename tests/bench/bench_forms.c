@@ -181,7 +181,7 @@ static void job_open(struct job *job, const struct stored *s, int64_t n, int32_t
     struct qkv_weight *weight = NULL;
     struct qkv_matrix m = matrix_of(s, n);
     job->file_bytes = qkv_matrix_bytes(&m);
-    if (job->be->weight_create(&err, job->dev, &m, &weight) != QKV_OK) {
+    if (job->be->weights_create(&err, job->dev, &m, 1, &weight) != QKV_OK) {
         die(&err);
     }
     free_matrix(&m);

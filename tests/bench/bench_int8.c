@@ -55,7 +55,7 @@ static void bench(const struct qkv_backend *be, struct mode *modes, enum qkv_for
     uint8_t *data = calloc(n_bytes, 1);
     struct qkv_matrix desc = {.name = "w", .format = format, .n_out = n, .k_in = k, .blocks = data};
     for (int i = 0; i < MODES; i++) {
-        need(be->weight_create(&err, modes[i].dev, &desc, &modes[i].weight));
+        need(be->weights_create(&err, modes[i].dev, &desc, 1, &modes[i].weight));
     }
     free(data);
     for (size_t i = 0; i < sizeof row_counts / sizeof row_counts[0]; i++) {

@@ -76,7 +76,7 @@ static void bench(const struct qkv_backend *be, struct qkv_device *dev, enum qkv
     uint8_t *data = calloc(n_bytes, 1);
     struct qkv_matrix desc = {.name = "w", .format = format, .n_out = n, .k_in = k, .blocks = data};
     struct qkv_weight *weight = NULL;
-    if (data == NULL || be->weight_create(&err, dev, &desc, &weight) != QKV_OK) {
+    if (data == NULL || be->weights_create(&err, dev, &desc, 1, &weight) != QKV_OK) {
         die(&err);
     }
     free(data);

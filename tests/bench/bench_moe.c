@@ -110,7 +110,7 @@ static struct qkv_weight *weight_of(const struct qkv_backend *be, struct qkv_dev
         };
     }
     struct qkv_weight *weight = NULL;
-    check(be->weight_create(&err, dev, &desc, &weight));
+    check(be->weights_create(&err, dev, &desc, 1, &weight));
     free(codes);
     free(scales);
     return weight;

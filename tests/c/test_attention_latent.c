@@ -354,7 +354,7 @@ static void check_heads(const char *isa, int n_threads, enum qkv_compute compute
                                     .k_in = K_IN,
                                     .format = QKV_FORMAT_F32,
                                     .blocks = (const uint8_t *)(w + h * N_OUT * K_IN)};
-        CHECK_OK(be->weight_create(&err, dev, &matrix, &weights[h]), err);
+        CHECK_OK(be->weights_create(&err, dev, &matrix, 1, &weights[h]), err);
     }
     run_heads(dev, weights, x, ROWS, y);
     run_heads(dev, weights, x, FEW_ROWS, few);

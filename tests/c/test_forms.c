@@ -224,7 +224,7 @@ static struct bench open_bench(const char *isa, enum qkv_compute compute,
                       .k = (int32_t)m[0]->k_in};
     for (int32_t i = 0; i < n_weights; i++) {
         struct qkv_weight *weight = NULL;
-        CHECK_OK(cpu->weight_create(&err, b.dev, m[i], &weight), err);
+        CHECK_OK(cpu->weights_create(&err, b.dev, m[i], 1, &weight), err);
         b.weight[i] = weight;
         b.n += (int32_t)m[i]->n_out;
     }

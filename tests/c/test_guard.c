@@ -111,7 +111,7 @@ static struct qkv_weight *filled_weight(const struct qkv_backend *be, struct qkv
                               .k_in = k,
                               .blocks = (const uint8_t *)values};
     struct qkv_weight *weight = NULL;
-    CHECK_OK(be->weight_create(&err, dev, &desc, &weight), err);
+    CHECK_OK(be->weights_create(&err, dev, &desc, 1, &weight), err);
     return weight;
 }
 

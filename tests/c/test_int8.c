@@ -105,7 +105,7 @@ static struct qkv_weight *make_weight(struct qkv_device *dev, const struct matri
     struct qkv_matrix desc = {
         .name = "w", .format = m->format, .n_out = m->n, .k_in = m->k, .blocks = m->blocks};
     struct qkv_weight *weight = NULL;
-    CHECK_OK(cpu->weight_create(&err, dev, &desc, &weight), err);
+    CHECK_OK(cpu->weights_create(&err, dev, &desc, 1, &weight), err);
     return weight;
 }
 

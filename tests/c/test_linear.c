@@ -116,7 +116,7 @@ static struct qkv_weight *make_weight(struct qkv_device *dev, const struct matri
         .row_index = row_index,
     };
     struct qkv_weight *weight = NULL;
-    CHECK_OK(cpu->weight_create(&err, dev, &desc, &weight), err);
+    CHECK_OK(cpu->weights_create(&err, dev, &desc, 1, &weight), err);
     CHECK(cpu->weight_bytes(weight) >= (size_t)m->n * (size_t)m->k / 2);
     return weight;
 }
@@ -681,7 +681,7 @@ static void check_bad_weight(struct qkv_device *dev, struct qkv_matrix desc, enu
                              const char *part)
 {
     struct qkv_weight *weight = NULL;
-    CHECK_ERROR(cpu->weight_create(&err, dev, &desc, &weight), err, status, part);
+    CHECK_ERROR(cpu->weights_create(&err, dev, &desc, 1, &weight), err, status, part);
     CHECK(weight == NULL);
 }
 

@@ -30,9 +30,10 @@ struct qkv_rope {
 };
 
 struct qkv_device {
-    int live;            /* objects made and not destroyed */
-    int calls_left;      /* creations until one fails; negative: never */
-    int n_asked;         /* of supports(), but for int8 */
+    int live;       /* objects made and not destroyed */
+    int calls_left; /* creations until one fails; negative: never */
+    int n_asked;    /* of supports(), but for int8 */
+    int n_weight_calls;
     enum qkv_format bad; /* not supported */
     char ops[RECORDS_MAX];
     int n_ops;
@@ -102,26 +103,42 @@ static enum qkv_status fake_upload(struct qkv_error *err, struct qkv_device *dev
     return QKV_OK;
 }
 
-static enum qkv_status fake_weight_create(struct qkv_error *err, struct qkv_device *dev,
-                                          const struct qkv_matrix *desc, struct qkv_weight **out)
-{
-    void *object = NULL;
-    QKV_TRY(create(err, dev, sizeof **out, &object));
-    *out = object;
-    (*out)->n_out = desc->n_out;
-    (*out)->k_in = desc->k_in;
-    (*out)->row_of_1 = desc->row_index == NULL ? -1 : desc->row_index[1];
-    return QKV_OK;
-}
-
 static void fake_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight)
 {
     destroy(dev, weight);
 }
 
+static enum qkv_status fake_weights_create(struct qkv_error *err, struct qkv_device *dev,
+                                           const struct qkv_matrix *descs, size_t n,
+                                           struct qkv_weight **out)
+{
+    dev->n_weight_calls++;
+    for (size_t i = 0; i < n; i++) {
+        void *object = NULL;
+        enum qkv_status status = create(err, dev, sizeof **out, &object);
+        if (status != QKV_OK) {
+            while (i-- > 0) {
+                fake_weight_destroy(dev, out[i]);
+            }
+            return status;
+        }
+        out[i] = object;
+        out[i]->n_out = descs[i].n_out;
+        out[i]->k_in = descs[i].k_in;
+        out[i]->row_of_1 = descs[i].row_index == NULL ? -1 : descs[i].row_index[1];
+    }
+    return QKV_OK;
+}
+
 static size_t fake_weight_bytes(const struct qkv_weight *weight)
 {
     return (size_t)(weight->n_out * weight->k_in);
+}
+
+static const char *fake_weight_path(const struct qkv_weight *weight, bool expert)
+{
+    (void)weight;
+    return expert ? "expert" : "linear";
 }
 
 static enum qkv_status fake_rope_create(struct qkv_error *err, struct qkv_device *dev,
@@ -237,9 +254,10 @@ static const struct qkv_backend FAKE = {
     .buffer_create = fake_buffer_create,
     .buffer_destroy = fake_buffer_destroy,
     .upload = fake_upload,
-    .weight_create = fake_weight_create,
+    .weights_create = fake_weights_create,
     .weight_destroy = fake_weight_destroy,
     .weight_bytes = fake_weight_bytes,
+    .weight_path = fake_weight_path,
     .rope_create = fake_rope_create,
     .rope_destroy = fake_rope_destroy,
     .begin = fake_begin,

@@ -70,7 +70,7 @@ static struct qkv_weight *random_weight(struct qkv_device *dev, int32_t n_out, i
                                           .rows_per = 1};
     }
     struct qkv_weight *weight = NULL;
-    CHECK_OK(cpu->weight_create(&err, dev, &desc, &weight), err);
+    CHECK_OK(cpu->weights_create(&err, dev, &desc, 1, &weight), err);
     free(values);
     free(factors);
     return weight;

@@ -40,7 +40,7 @@ static struct qkv_weight *make_weight(struct qkv_device *dev, enum qkv_format fo
     const struct qkv_matrix desc = {
         .name = traits->name, .format = format, .n_out = SIZE, .k_in = SIZE, .blocks = blocks};
     struct qkv_weight *weight = NULL;
-    CHECK_OK(cpu->weight_create(&err, dev, &desc, &weight), err);
+    CHECK_OK(cpu->weights_create(&err, dev, &desc, 1, &weight), err);
     free(blocks);
     return weight;
 }

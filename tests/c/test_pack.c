@@ -203,10 +203,9 @@ static uint8_t *expected(const struct matrix *m, const struct qkv_weight *w)
 
 /* ---- tests ---- */
 
-static void check_matrix(struct qkv_device *dev, const struct matrix *m)
+static struct qkv_matrix describe(const struct matrix *m)
 {
-    const struct qkv_backend *cpu = qkv_cpu_backend();
-    const struct qkv_matrix desc = {
+    return (struct qkv_matrix){
         .name = "m",
         .format = m->format,
         .n_out = m->n,
@@ -214,8 +213,11 @@ static void check_matrix(struct qkv_device *dev, const struct matrix *m)
         .blocks = m->blocks,
         .row_index = m->row_index,
     };
-    struct qkv_weight *w = NULL;
-    CHECK_OK(cpu->weight_create(&err, dev, &desc, &w), err);
+}
+
+/* Destroys the weight. */
+static void check_weight(struct qkv_device *dev, const struct matrix *m, struct qkv_weight *w)
+{
     uint8_t *want = expected(m, w);
     for (size_t i = 0; i < w->n_bytes; i++) {
         if (w->data[i] != want[i]) {
@@ -226,7 +228,7 @@ static void check_matrix(struct qkv_device *dev, const struct matrix *m)
         }
     }
     free(want);
-    cpu->weight_destroy(dev, w);
+    qkv_cpu_backend()->weight_destroy(dev, w);
 }
 
 /* Bits of F16 and F32 as any bytes would hold infinities and NaN. */
@@ -236,6 +238,17 @@ static void tame(struct matrix *m)
     for (size_t i = step - 1; i < (size_t)m->n * m->row_bytes; i += step) {
         m->blocks[i] &= 0xbf;
     }
+}
+
+/* With values that are compared exactly. */
+static struct matrix tame_matrix(enum qkv_format format, const int32_t *size)
+{
+    const struct qkv_format_traits *traits = qkv_format_traits(format);
+    struct matrix m = random_matrix(format, size[0], size[1] * traits->block_elems);
+    if (traits->code == QKV_CODE_BF16X2) {
+        tame(&m);
+    }
+    return m;
 }
 
 static struct qkv_device *open_device(enum qkv_compute compute, enum qkv_activations activations,
@@ -250,12 +263,11 @@ static struct qkv_device *open_device(enum qkv_compute compute, enum qkv_activat
 
 static void check_size(struct qkv_device *dev, enum qkv_format format, const int32_t *size)
 {
-    const struct qkv_format_traits *traits = qkv_format_traits(format);
-    struct matrix m = random_matrix(format, size[0], size[1] * traits->block_elems);
-    if (traits->code == QKV_CODE_BF16X2) {
-        tame(&m);
-    }
-    check_matrix(dev, &m);
+    struct matrix m = tame_matrix(format, size);
+    const struct qkv_matrix desc = describe(&m);
+    struct qkv_weight *w = NULL;
+    CHECK_OK(qkv_cpu_backend()->weights_create(&err, dev, &desc, 1, &w), err);
+    check_weight(dev, &m, w);
     free_matrix(&m);
 }
 
@@ -313,4 +325,42 @@ static void test_kernels(void)
     }
 }
 
-CHECK_MAIN(test_bf16, test_f32, test_byte_layout, test_kernels)
+/* All formats in one call, the largest matrix in more than one share of the work: threads take from
+ * one line, so an error there leaves panels empty or packs them into a neighbour. */
+static void test_many(void)
+{
+    static const int32_t sizes[][2] = {{33, 3}, {70, 10}};
+    enum { MOST = 2 * QKV_FORMAT_COUNT + 1 };
+    static const int32_t large[2] = {4096, 20};
+    static struct matrix m[MOST];
+    static struct qkv_matrix descs[MOST];
+    static struct qkv_weight *w[MOST];
+    const struct qkv_backend *cpu = qkv_cpu_backend();
+    struct qkv_device *dev = open_device(QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16, NULL);
+    size_t n = 0;
+    for (size_t i = 0; i < 2 * QKV_FORMAT_COUNT; i++) {
+        const enum qkv_format format = (enum qkv_format)(i / 2);
+        if (i == QKV_FORMAT_COUNT) {
+            m[n++] = tame_matrix(QKV_FORMAT_Q8_0, large);
+        }
+        if (qkv_format_traits(format)->code != QKV_CODE_NONE) {
+            m[n++] = tame_matrix(format, sizes[i % 2]);
+        }
+    }
+    for (size_t i = 0; i < n; i++) {
+        descs[i] = describe(&m[i]);
+    }
+    CHECK_OK(cpu->weights_create(&err, dev, descs, n, w), err);
+    for (size_t i = 0; i < n; i++) {
+        check_weight(dev, &m[i], w[i]);
+    }
+    /* One that cannot be: nothing is left of those before it (the sanitizers would see it). */
+    descs[n - 1].n_out = 0;
+    CHECK_ERROR(cpu->weights_create(&err, dev, descs, n, w), err, QKV_ERR_ARGUMENT, "shape [0,");
+    for (size_t i = 0; i < n; i++) {
+        free_matrix(&m[i]);
+    }
+    cpu->close(dev);
+}
+
+CHECK_MAIN(test_bf16, test_f32, test_byte_layout, test_kernels, test_many)
