@@ -1,6 +1,7 @@
 /* The layout of packed weights (cpu_weight.h), their creation, and the way back for embeddings. */
 #include "cpu_weight.h"
 
+#include <math.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -110,6 +111,22 @@ static struct qkv_input plan_input(const struct qkv_matrix *matrix, enum qkv_cod
     return input;
 }
 
+/* The table in integers of 8 bits, if they can have it. */
+static void plan_table_bytes(struct qkv_weight *w)
+{
+    for (float unit = 0.5f; unit <= 1.0f && w->table_unit == 0.0f; unit *= 2) {
+        int n = 0;
+        for (; n < 16; n++) {
+            float code = w->table[n] / unit;
+            if (!(fabsf(code) <= 127.0f) || code != rintf(code)) {
+                break;
+            }
+            w->table_bytes[n] = (int8_t)code;
+        }
+        w->table_unit = n == 16 ? unit : 0.0f;
+    }
+}
+
 static void plan_table(const struct qkv_form *form, struct qkv_weight *w)
 {
     if (w->pack == QKV_PACK_C5 || w->pack == QKV_PACK_C6) {
@@ -126,6 +143,7 @@ static void plan_table(const struct qkv_form *form, struct qkv_weight *w)
         w->table_high[16 + i] = w->table_high[i];
         w->table_low[16 + i] = w->table_low[i];
     }
+    plan_table_bytes(w);
 }
 
 /* Everything but `data` and what lies in it. The dimensions were checked. */

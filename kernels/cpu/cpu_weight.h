@@ -89,6 +89,8 @@ struct qkv_weight {
     float *row_scale; /* [n_panels * 32] or NULL */
     int32_t *k_order; /* [k_in] or NULL: column i is k_order[i] of the input */
     float *k_scale;   /* [k_in] or NULL: the input is multiplied by it, before it is put in order */
+    int8_t table_bytes[16]; /* of T4: table[i] = table_unit * table_bytes[i]; */
+    float table_unit;       /* 1 or 1/2, 0: there is no such table */
 };
 
 /* Groups of `group` elements in k of them. */

@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 #include <math.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -172,6 +173,30 @@ static inline vf vi_i4(vi a, int shift)
 {
     __m256i code = _mm256_slli_epi32(a, 28 - shift);
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(code, 28));
+}
+
+/* One row's narrow codes are multiplied where they lie in their words (body_pair.inc): shifts and
+ * shuffles run on one of the two pipes that multiply. */
+#define VEC_IN_PLACE
+
+/* 16 bytes looked up by the low or the high nibbles of all bytes. */
+static inline vi vi_bytes_of_nibbles(const int8_t *table, vi a, bool high)
+{
+    __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+    __m256i index = high ? _mm256_srli_epi32(a, 4) : a;
+    return _mm256_shuffle_epi8(bytes, _mm256_and_si256(index, _mm256_set1_epi8(15)));
+}
+/* Byte `i` of each lane in its top byte, times 2^24. */
+static inline vi vi_byte_on_top(vi a, int i)
+{
+    if (i == 3) {
+        return _mm256_and_si256(a, _mm256_set1_epi32((int)0xff000000u));
+    }
+    const char c = (char)i;
+    const char z = (char)0x80;
+    const __m128i order = _mm_setr_epi8(z, z, z, c, z, z, z, (char)(c + 4), z, z, z, (char)(c + 8),
+                                        z, z, z, (char)(c + 12));
+    return _mm256_shuffle_epi8(a, _mm256_broadcastsi128_si256(order));
 }
 
 typedef struct {

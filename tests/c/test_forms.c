@@ -19,6 +19,9 @@ static const double CLASS_TWO_TERMS = 0x1p-15;
 
 static const float e2m1_table[16] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
                                      -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+/* Exact in bf16, but no integers of 8 bits times 1 or 1/2. */
+static const float wide_table[16] = {-256,    -96,   -24, -3,   -0.75f, -0.1875f, -0.03125f, 0,
+                                     0.0625f, 0.25f, 1,   1.5f, 12,     80,       200,       256};
 /* Values that need more than 8 bits of mantissa, as NF4's. */
 static const float long_table[16] = {-1.0f,        -0.69619280f, -0.52507305f, -0.39491749f,
                                      -0.28444138f, -0.18477343f, -0.0910500f,  0.0f,
@@ -50,6 +53,7 @@ static const struct codes_kind codes_kinds[] = {
     {"t4x2", QKV_MEANING_TABLE, 4, long_table, QKV_CODE_T4X2},
     {"i5", QKV_MEANING_OFFSET, 5, NULL, QKV_CODE_I8},
     {"u6", QKV_MEANING_UNSIGNED, 6, NULL, QKV_CODE_I8},
+    {"t4, wide", QKV_MEANING_TABLE, 4, wide_table, QKV_CODE_T4},
 };
 enum { CODES_KINDS = sizeof codes_kinds / sizeof codes_kinds[0], INTEGER_KINDS = 4 };
 

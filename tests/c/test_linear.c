@@ -340,6 +340,37 @@ static void test_formats(void)
     }
 }
 
+/* Activations from bf16's denormals up: kernels that move a power of two from a code to the activation
+ * must not lose its bits, or one row would differ from many. */
+static void check_magnitudes(const char *isa, enum qkv_format format)
+{
+    enum { N = 33, K = 512, ROWS = 29 };
+    struct matrix m = make_matrix(format, N, K);
+    float *x = random_floats((size_t)ROWS * K);
+    for (int i = 0; i < ROWS * K; i++) {
+        int row = i / K; /* in each row all are about as large, so that none hides another */
+        x[i] = ldexpf(x[i], -160 + 7 * row - i % 3);
+    }
+    struct job job = {
+        .x = x, .x_floats = (size_t)ROWS * K, .n_rows = ROWS, .n_weights = 1, .m = {&m}};
+    float *y = run_job(isa, QKV_COMPUTE_BF16, 1, &job, NULL);
+    check_rows(isa, &job, y);
+    free(y);
+    free(x);
+    free_matrix(&m);
+}
+
+static void test_magnitudes(void)
+{
+    static const enum qkv_format formats[] = {QKV_FORMAT_Q4_0, QKV_FORMAT_Q4_1, QKV_FORMAT_IQ4_NL,
+                                              QKV_FORMAT_Q4_K, QKV_FORMAT_Q6_K};
+    for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
+        for (size_t i = 0; isa->usable() && i < sizeof formats / sizeof formats[0]; i++) {
+            check_magnitudes(isa->name, formats[i]);
+        }
+    }
+}
+
 /* More rows than the GEMM holds totals for at a time: the same bits as those rows alone. */
 static void check_many_rows(const char *isa, enum qkv_format format)
 {
@@ -799,6 +830,6 @@ static void check_backend(void)
     CHECK_EQ_INT(cpu->size, sizeof *cpu);
 }
 
-CHECK_MAIN(check_backend, test_isa_choice, test_formats, test_many_rows, test_prologues_epilogues,
-           test_nonfinite, test_largest_weight, test_embed, test_norm_add, test_bad_weights,
-           test_bad_linear, test_bad_batches)
+CHECK_MAIN(check_backend, test_isa_choice, test_formats, test_magnitudes, test_many_rows,
+           test_prologues_epilogues, test_nonfinite, test_largest_weight, test_embed, test_norm_add,
+           test_bad_weights, test_bad_linear, test_bad_batches)
