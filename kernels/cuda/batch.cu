@@ -1,5 +1,6 @@
 /* The current batch: one copy of its arrays to the device, and the tables of its rotations. */
 #include "attn.cuh"
+#include "steps.cuh"
 
 /* ---- ropes ---- */
 
@@ -48,6 +49,7 @@ void qkv_cuda_rope_destroy(struct qkv_device *dev, struct qkv_rope *rope)
             break;
         }
     }
+    (void)qkv_cuda_flush(NULL, dev, false);
     qkv_cuda_free(rope->inv_freq);
     free(rope);
 }
@@ -105,9 +107,10 @@ static enum qkv_status begin_ropes(struct qkv_error *err, struct qkv_device *dev
 
 /* ---- the batch ---- */
 
-/* Places of the arrays in one piece of staging memory, in bytes. */
+/* Places of the arrays in one piece of staging memory, in bytes. Pages, whose number grows, come
+ * last: the others lie where they lay in a step of as many rows (steps.cuh). */
 struct layout {
-    size_t tokens, positions, seq_of_row, pages, window_pages, seqs, lanes, end;
+    size_t tokens, positions, seq_of_row, seqs, lanes, pages, window_pages, end;
 };
 
 static struct layout lay_out(const struct qkv_batch *batch)
@@ -120,12 +123,12 @@ static struct layout lay_out(const struct qkv_batch *batch)
     }
     at.positions = at.tokens + row_bytes;
     at.seq_of_row = at.positions + row_bytes;
-    at.pages = at.seq_of_row + row_bytes;
-    at.window_pages = at.pages + n_pages * sizeof(int32_t);
-    at.seqs = at.window_pages + n_pages * sizeof(int32_t);
+    at.seqs = at.seq_of_row + row_bytes;
     size_t seqs_end = at.seqs + (size_t)batch->n_seqs * sizeof(struct qkv_cuda_seq);
     at.lanes = qkv_round_up(seqs_end, sizeof(void *));
-    at.end = at.lanes + (size_t)batch->n_lanes * sizeof(void *);
+    at.pages = at.lanes + (size_t)batch->n_lanes * sizeof(void *);
+    at.window_pages = at.pages + n_pages * sizeof(int32_t);
+    at.end = at.window_pages + n_pages * sizeof(int32_t);
     return at;
 }
 
@@ -166,6 +169,7 @@ enum qkv_status qkv_cuda_begin(struct qkv_error *err, struct qkv_device *dev,
 {
     dev->batch = NULL;
     QKV_TRY(qkv_check_batch(err, batch));
+    QKV_TRY(qkv_cuda_begin_list(err, dev, batch->n_rows));
     struct layout at = lay_out(batch);
     struct qkv_cuda_piece piece;
     QKV_TRY(qkv_cuda_stage(err, dev, at.end, &piece));

@@ -27,11 +27,11 @@
  *   batch. tests/test_cuda_emulated.py runs whole engines on it. `make cuda-gpu` is for a GPU.
  *
  * entry.cu is the table (a new function of backend.h goes there), device.cu memory, streams and
- * copies, load.cu how weights come, batch.cu what a step brings; weight.cu, packed.cu, native.cu,
- * linear.cu, gemm_*.cu the products (packed_int8.cuh, block_scale.cuh); moe_plan.cu, moe.cu blocks
- * of experts, head_linear.cu a matrix a head; kv_pool.cu, kv_store.cu, attn_paged.cu the cache and
- * attention; sample.cu, divergence.cu, rows.cu. The reference arithmetic is attn_f32.cu and
- * float32.cuh. */
+ * copies, load.cu how weights come, batch.cu what a step brings, steps.cu how a step is enqueued,
+ * as a graph where it was there before; weight.cu, packed.cu, native.cu, linear.cu, gemm_*.cu the
+ * products (packed_int8.cuh, block_scale.cuh); moe_plan.cu, moe.cu blocks of experts,
+ * head_linear.cu a matrix a head; kv_pool.cu, kv_store.cu, attn_paged.cu the cache and attention;
+ * sample.cu, divergence.cu, rows.cu. The reference arithmetic is attn_f32.cu and float32.cuh. */
 #ifndef QKV_CUDA_COMMON_CUH
 #define QKV_CUDA_COMMON_CUH
 

@@ -2,7 +2,7 @@
  * memory is the host's, and its stream is done when a call returns. */
 #include "device.cuh"
 
-#include "blas.cuh"
+#include "steps.cuh"
 
 /* ---- what the runtime does, and its stand-in ---- */
 
@@ -28,14 +28,13 @@ void qkv_cuda_free_pinned(void *data)
     free(data);
 }
 
-static enum qkv_status copy(struct qkv_error *err, struct qkv_device *dev, void *to,
-                            const void *from, size_t n_bytes, bool to_device)
+enum qkv_status qkv_cuda_run_copy(struct qkv_error *err, struct qkv_device *dev,
+                                  const struct qkv_cuda_copy *copy)
 {
     (void)err;
     (void)dev;
-    (void)to_device;
-    if (n_bytes > 0) {
-        memmove(to, from, n_bytes);
+    if (copy->n_bytes > 0) {
+        memmove(copy->to, copy->from, copy->n_bytes);
     }
     return QKV_OK;
 }
@@ -50,25 +49,21 @@ static enum qkv_status wait_stream(struct qkv_error *err, struct qkv_device *dev
 enum qkv_status qkv_cuda_zero(struct qkv_error *err, struct qkv_device *dev, void *to,
                               size_t n_bytes)
 {
-    (void)err;
-    (void)dev;
+    QKV_TRY(qkv_cuda_flush(err, dev, false));
     memset(to, 0, n_bytes);
     return QKV_OK;
 }
 
-enum qkv_status qkv_cuda_launch_raw(struct qkv_error *err, struct qkv_device *dev, const char *name,
-                                    const void *kernel, void *caller, dim3 grid, dim3 block,
-                                    size_t shared_bytes, const void *params)
+enum qkv_status qkv_cuda_run_kernel(struct qkv_error *err, struct qkv_device *dev,
+                                    const struct qkv_cuda_kernel *kernel)
 {
-    if (grid.x == 0 || grid.y == 0 || grid.z == 0) {
-        return QKV_OK;
-    }
-    QKV_TRY(qkv_cuda_after_loads(err, dev));
+    (void)dev;
     emulate::kernel_body body;
-    memcpy(&body, &caller, sizeof body);
-    const char *failure = emulate::run(grid, block, shared_bytes, body, kernel, params);
+    memcpy(&body, &kernel->caller, sizeof body);
+    const char *failure = emulate::run(kernel->grid, kernel->block, kernel->shared_bytes, body,
+                                       kernel->entry, kernel->params);
     if (failure != NULL) {
-        return qkv_fail(err, QKV_ERR_INTERNAL, "kernel %s: %s", name, failure);
+        return qkv_fail(err, QKV_ERR_INTERNAL, "kernel %s: %s", kernel->name, failure);
     }
     return QKV_OK;
 }
@@ -143,12 +138,13 @@ void qkv_cuda_free_pinned(void *data)
     (void)cudaFreeHost(data);
 }
 
-static enum qkv_status copy(struct qkv_error *err, struct qkv_device *dev, void *to,
-                            const void *from, size_t n_bytes, bool to_device)
+enum qkv_status qkv_cuda_run_copy(struct qkv_error *err, struct qkv_device *dev,
+                                  const struct qkv_cuda_copy *copy)
 {
-    cudaMemcpyKind kind = to_device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
-    return qkv_cuda_check(err, cudaMemcpyAsync(to, from, n_bytes, kind, stream_of(dev)),
-                          "cudaMemcpyAsync");
+    cudaMemcpyKind kind = copy->to_device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
+    return qkv_cuda_check(
+        err, cudaMemcpyAsync(copy->to, copy->from, copy->n_bytes, kind, stream_of(dev)),
+        "cudaMemcpyAsync");
 }
 
 static enum qkv_status wait_stream(struct qkv_error *err, struct qkv_device *dev)
@@ -159,28 +155,31 @@ static enum qkv_status wait_stream(struct qkv_error *err, struct qkv_device *dev
 enum qkv_status qkv_cuda_zero(struct qkv_error *err, struct qkv_device *dev, void *to,
                               size_t n_bytes)
 {
+    QKV_TRY(qkv_cuda_flush(err, dev, false));
     return qkv_cuda_check(err, cudaMemsetAsync(to, 0, n_bytes, stream_of(dev)), "cudaMemsetAsync");
 }
 
-enum qkv_status qkv_cuda_launch_raw(struct qkv_error *err, struct qkv_device *dev, const char *name,
-                                    const void *kernel, void *caller, dim3 grid, dim3 block,
-                                    size_t shared_bytes, const void *params)
+enum qkv_status qkv_cuda_allow_shared(struct qkv_error *err, const struct qkv_cuda_kernel *kernel)
 {
-    (void)caller;
-    if (grid.x == 0 || grid.y == 0 || grid.z == 0) {
+    if (kernel->shared_bytes <= 48 << 10) {
         return QKV_OK;
     }
-    QKV_TRY(qkv_cuda_after_loads(err, dev));
-    if (shared_bytes > 48 << 10) {
-        QKV_TRY(
-            qkv_cuda_check(err,
-                           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                (int)shared_bytes),
-                           name));
-    }
-    void *arguments[1] = {(void *)params};
-    return qkv_cuda_check(
-        err, cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream_of(dev)), name);
+    return qkv_cuda_check(err,
+                          cudaFuncSetAttribute(kernel->entry,
+                                               cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               (int)kernel->shared_bytes),
+                          kernel->name);
+}
+
+enum qkv_status qkv_cuda_run_kernel(struct qkv_error *err, struct qkv_device *dev,
+                                    const struct qkv_cuda_kernel *kernel)
+{
+    void *arguments[1] = {(void *)kernel->params};
+    QKV_TRY(qkv_cuda_allow_shared(err, kernel));
+    return qkv_cuda_check(err,
+                          cudaLaunchKernel(kernel->entry, kernel->grid, kernel->block, arguments,
+                                           kernel->shared_bytes, stream_of(dev)),
+                          kernel->name);
 }
 
 static enum qkv_status open_stream(struct qkv_error *err, struct qkv_device *dev)
@@ -234,6 +233,16 @@ static void close_stream(struct qkv_device *dev)
 
 #endif
 
+/* ---- waiting ---- */
+
+/* For all that was enqueued; `whole`: as qkv_cuda_flush. */
+static enum qkv_status wait_for_all(struct qkv_error *err, struct qkv_device *dev, bool whole)
+{
+    enum qkv_status status = qkv_cuda_flush(err, dev, whole);
+    enum qkv_status waited = wait_stream(status == QKV_OK ? err : NULL, dev);
+    return status != QKV_OK ? status : waited;
+}
+
 /* ---- memory that grows ---- */
 
 static enum qkv_status grow(struct qkv_error *err, struct qkv_device *dev,
@@ -246,7 +255,7 @@ static enum qkv_status grow(struct qkv_error *err, struct qkv_device *dev,
      * is there may still be in use on the stream. */
     size_t want = qkv_round_up(n_bytes + n_bytes / 4, 4096);
     void *data = NULL;
-    QKV_TRY(wait_stream(err, dev));
+    QKV_TRY(wait_for_all(err, dev, false));
     QKV_TRY(pinned ? qkv_cuda_alloc_pinned(err, want, &data) : qkv_cuda_alloc(err, want, &data));
     (pinned ? qkv_cuda_free_pinned : qkv_cuda_free)(block->data);
     block->data = data;
@@ -267,9 +276,9 @@ enum qkv_status qkv_cuda_scratch(struct qkv_error *err, struct qkv_device *dev,
 static const size_t STAGE_BYTES = 1 << 20;
 
 /* What was enqueued is done, and host outputs are filled. */
-static enum qkv_status drain(struct qkv_error *err, struct qkv_device *dev)
+static enum qkv_status drain(struct qkv_error *err, struct qkv_device *dev, bool whole)
 {
-    enum qkv_status status = wait_stream(err, dev);
+    enum qkv_status status = wait_for_all(err, dev, whole);
     for (size_t i = 0; status == QKV_OK && i < dev->n_pending; i++) {
         memcpy(dev->pending[i].to, dev->pending[i].from, dev->pending[i].n_bytes);
     }
@@ -285,7 +294,7 @@ enum qkv_status qkv_cuda_stage(struct qkv_error *err, struct qkv_device *dev, si
 {
     size_t n = qkv_round_up(n_bytes == 0 ? 1 : n_bytes, 256);
     if (n > dev->stage_host.n_bytes - dev->stage_used) {
-        QKV_TRY(drain(err, dev));
+        QKV_TRY(drain(err, dev, false));
         size_t want = dev->stage_wanted + n > STAGE_BYTES ? dev->stage_wanted + n : STAGE_BYTES;
         QKV_TRY(grow(err, dev, &dev->stage_host, want, true));
         QKV_TRY(grow(err, dev, &dev->stage_device, want, false));
@@ -301,13 +310,14 @@ enum qkv_status qkv_cuda_stage(struct qkv_error *err, struct qkv_device *dev, si
 enum qkv_status qkv_cuda_send(struct qkv_error *err, struct qkv_device *dev,
                               const struct qkv_cuda_piece *piece)
 {
-    return copy(err, dev, piece->device, piece->host, piece->n_bytes, true);
+    return qkv_cuda_send_to(err, dev, piece, piece->device);
 }
 
 enum qkv_status qkv_cuda_send_to(struct qkv_error *err, struct qkv_device *dev,
                                  const struct qkv_cuda_piece *piece, void *to)
 {
-    return copy(err, dev, to, piece->host, piece->n_bytes, true);
+    struct qkv_cuda_copy copy = {to, piece->host, piece->n_bytes, true};
+    return qkv_cuda_enqueue_copy(err, dev, &copy);
 }
 
 enum qkv_status qkv_cuda_fetch(struct qkv_error *err, struct qkv_device *dev,
@@ -318,7 +328,8 @@ enum qkv_status qkv_cuda_fetch(struct qkv_error *err, struct qkv_device *dev,
     QKV_TRY(qkv_grow(err, &pending, &dev->max_pending, dev->n_pending + 1, sizeof *dev->pending));
     dev->pending = (struct qkv_cuda_pending *)pending;
     uint8_t *from = (uint8_t *)piece->host + offset;
-    QKV_TRY(copy(err, dev, from, (const uint8_t *)piece->device + offset, n_bytes, false));
+    struct qkv_cuda_copy copy = {from, (const uint8_t *)piece->device + offset, n_bytes, false};
+    QKV_TRY(qkv_cuda_enqueue_copy(err, dev, &copy));
     struct qkv_cuda_pending *entry = &dev->pending[dev->n_pending++];
     entry->to = host;
     entry->from = from;
@@ -329,7 +340,7 @@ enum qkv_status qkv_cuda_fetch(struct qkv_error *err, struct qkv_device *dev,
 enum qkv_status qkv_cuda_sync(struct qkv_error *err, struct qkv_device *dev)
 {
     dev->stage_wanted = 0;
-    return drain(err, dev);
+    return drain(err, dev, true);
 }
 
 /* ---- copies that are done when they return ---- */
@@ -337,7 +348,9 @@ enum qkv_status qkv_cuda_sync(struct qkv_error *err, struct qkv_device *dev)
 enum qkv_status qkv_cuda_to_device(struct qkv_error *err, struct qkv_device *dev, void *to,
                                    const void *host, size_t n_bytes)
 {
-    QKV_TRY(copy(err, dev, to, host, n_bytes, true));
+    struct qkv_cuda_copy copy = {to, host, n_bytes, true};
+    QKV_TRY(qkv_cuda_flush(err, dev, true));
+    QKV_TRY(qkv_cuda_run_copy(err, dev, &copy));
     return wait_stream(err, dev);
 }
 
@@ -345,7 +358,9 @@ enum qkv_status qkv_cuda_to_host(struct qkv_error *err, struct qkv_device *dev, 
                                  const void *from, size_t n_bytes)
 {
     QKV_TRY(qkv_cuda_after_loads(err, dev));
-    QKV_TRY(copy(err, dev, host, from, n_bytes, false));
+    struct qkv_cuda_copy copy = {host, from, n_bytes, false};
+    QKV_TRY(qkv_cuda_flush(err, dev, true));
+    QKV_TRY(qkv_cuda_run_copy(err, dev, &copy));
     return wait_stream(err, dev);
 }
 
@@ -373,7 +388,7 @@ void qkv_cuda_buffer_destroy(struct qkv_device *dev, struct qkv_buffer *buffer)
     if (buffer == NULL) {
         return;
     }
-    (void)wait_stream(NULL, dev);
+    (void)wait_for_all(NULL, dev, false);
     qkv_cuda_free(buffer->data);
     free(buffer);
 }
@@ -411,7 +426,10 @@ void qkv_cuda_close(struct qkv_device *dev)
     if (dev == NULL) {
         return;
     }
-    (void)wait_stream(NULL, dev);
+    if (dev->steps != NULL) {
+        (void)wait_for_all(NULL, dev, false);
+    }
+    qkv_cuda_steps_close(dev);
     qkv_cuda_load_close(dev);
     qkv_cuda_forget_experts(dev);
     qkv_cuda_forget_heads(dev);
@@ -452,6 +470,9 @@ enum qkv_status qkv_cuda_open(struct qkv_error *err, const struct qkv_device_opt
         dev->log = *options->log;
     }
     enum qkv_status status = open_stream(err, dev);
+    if (status == QKV_OK) {
+        status = qkv_cuda_steps_open(err, dev);
+    }
     if (status == QKV_OK) {
         status = qkv_cuda_blas_open(err, dev);
     }

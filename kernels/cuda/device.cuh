@@ -100,10 +100,30 @@ struct qkv_cuda_batch {
     int32_t n_seqs;
 };
 
+/* One launch; a copy between host and device. */
+struct qkv_cuda_kernel {
+    const char *name;
+    const void *entry;
+    void *caller; /* of the emulation: what calls it with its params */
+    dim3 grid;
+    dim3 block;
+    size_t shared_bytes;
+    const void *params;
+    size_t params_bytes;
+};
+
+struct qkv_cuda_copy {
+    void *to;
+    const void *from;
+    size_t n_bytes;
+    bool to_device;
+};
+
 struct qkv_cuda_kv_layer; /* attn.cuh */
 struct qkv_cuda_blas;     /* gemm_lt.cu */
 struct qkv_cuda_experts;  /* moe.cu */
 struct qkv_cuda_heads;    /* head_linear.cu */
+struct qkv_cuda_steps;    /* steps.cuh */
 
 /* How attention cuts the current batch, once per shape of heads. */
 struct qkv_cuda_plan {
@@ -140,6 +160,7 @@ struct qkv_device {
     struct qkv_cuda_plan plan;
     struct qkv_cuda_experts *experts;
     struct qkv_cuda_heads *heads;
+    struct qkv_cuda_steps *steps;
 };
 
 /* ---- memory ---- */
@@ -202,9 +223,9 @@ extern const struct qkv_sizes qkv_cuda_sizes;
 
 /* ---- launching ---- */
 
-enum qkv_status qkv_cuda_launch_raw(struct qkv_error *err, struct qkv_device *dev, const char *name,
-                                    const void *kernel, void *caller, dim3 grid, dim3 block,
-                                    size_t shared_bytes, const void *params);
+/* steps.cu: onto the stream, or onto the list of a step. A grid of nothing is no launch. */
+enum qkv_status qkv_cuda_enqueue_kernel(struct qkv_error *err, struct qkv_device *dev,
+                                        const struct qkv_cuda_kernel *kernel);
 
 #if defined(QKV_EMULATE)
 template <typename P> static void qkv_cuda_call(const void *kernel, const void *params)
@@ -215,7 +236,7 @@ template <typename P> static void qkv_cuda_call(const void *kernel, const void *
 }
 #endif
 
-/* Grids are [x, y], threads in x. A grid of nothing is no launch. */
+/* Threads are in x. */
 template <typename P>
 static enum qkv_status qkv_cuda_launch(struct qkv_error *err, struct qkv_device *dev,
                                        const char *name, void (*kernel)(P), dim3 grid, dim3 block,
@@ -228,7 +249,9 @@ static enum qkv_status qkv_cuda_launch(struct qkv_error *err, struct qkv_device 
     void (*call)(const void *, const void *) = qkv_cuda_call<P>;
     memcpy(&caller, &call, sizeof caller);
 #endif
-    return qkv_cuda_launch_raw(err, dev, name, entry, caller, grid, block, shared_bytes, &params);
+    struct qkv_cuda_kernel launch = {name,  entry,        caller,  grid,
+                                     block, shared_bytes, &params, sizeof params};
+    return qkv_cuda_enqueue_kernel(err, dev, &launch);
 }
 
 /* ---- operations, by file ---- */

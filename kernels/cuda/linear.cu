@@ -1,5 +1,6 @@
 /* linear: the prologue makes bf16 rows, the GEMM multiplies, the epilogue adds what is left. */
 #include "input.cuh"
+#include "steps.cuh"
 #include "weight.cuh"
 
 enum { THREADS = 256 };
@@ -171,11 +172,11 @@ static enum qkv_status multiply(struct qkv_error *err, struct qkv_device *dev,
         QKV_TRY(qkv_cuda_scratch(err, dev, QKV_CUDA_SUMS, n_bytes, &gemm.y));
         gemm.y_stride = gemm.n_out;
     }
-    QKV_TRY(qkv_cuda_gemm_run(err, dev, &gemm));
+    QKV_TRY(qkv_cuda_enqueue_gemm(err, dev, &gemm));
     if (w->low != NULL) {
         gemm.w = w->low;
         gemm.add = true;
-        QKV_TRY(qkv_cuda_gemm_run(err, dev, &gemm));
+        QKV_TRY(qkv_cuda_enqueue_gemm(err, dev, &gemm));
     }
     if (direct) {
         return QKV_OK;

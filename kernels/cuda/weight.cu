@@ -2,6 +2,8 @@
  * rows, to bf16 terms; in the reference arithmetic to fp32. */
 #include "weight.cuh"
 
+#include "steps.cuh"
+
 extern "C" {
 #include "base/threads.h"
 }
@@ -260,6 +262,7 @@ void qkv_cuda_weight_destroy(struct qkv_device *dev, struct qkv_weight *weight)
     if (weight == NULL) {
         return;
     }
+    (void)qkv_cuda_flush(NULL, dev, false); /* a step that failed left something */
     qkv_cuda_forget_experts(dev);
     qkv_cuda_forget_heads(dev);
     qkv_cuda_load_wait(dev);
