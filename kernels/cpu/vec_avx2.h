@@ -175,8 +175,8 @@ static inline vf vi_i4(vi a, int shift)
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(code, 28));
 }
 
-/* One row's narrow codes are multiplied where they lie in their words (body_pair.inc): shifts and
- * shuffles run on one of the two pipes that multiply. */
+/* One row's narrow codes are multiplied where they lie in their words (body_in_place.inc), because
+ * shifts and shuffles run on one of the two pipes that multiply. */
 #define VEC_IN_PLACE
 
 /* 16 bytes looked up by the low or the high nibbles of all bytes. */
