@@ -132,8 +132,12 @@ static void step(struct model *m, struct qkv_kv *kv, int32_t begin, int32_t end)
 
 static struct qkv_kv *new_pool(struct qkv_device *dev)
 {
-    struct qkv_kv_layer layer = {1, DIM, DIM, QKV_KV_E4M3, QKV_KV_BF16, false};
-    struct qkv_kv_desc desc = {&layer, 1, N_PAGES, 0};
+    struct qkv_kv_layer layer = {.n_kv_heads = 1,
+                                 .k_dim = DIM,
+                                 .v_dim = DIM,
+                                 .k_format = QKV_KV_E4M3,
+                                 .v_format = QKV_KV_BF16};
+    struct qkv_kv_desc desc = {.layers = &layer, .n_layers = 1, .n_pages = N_PAGES};
     struct qkv_kv *kv = NULL;
     CHECK_OK(kernel_backend()->kv_create(&err, dev, &desc, &kv), err);
     return kv;
