@@ -208,10 +208,3 @@ def test_the_guard_backend(tiny: Tiny) -> None:
         found.append(run(engine, [request(n) for n in (3, 40, 20)]))
         engine.close()
     assert_same(found[0], found[1], "the guard backend")
-
-
-def test_cuda_refuses_it_by_name(tiny: Tiny, cuda_emulated: str) -> None:
-    with pytest.raises(_core.UnsupportedError, match="DeepseekV3.*not in the backend cuda"):
-        open_engine(
-            tiny("deepseek_v3"), kv_tokens=64, device="cuda:0", device_library=cuda_emulated
-        )

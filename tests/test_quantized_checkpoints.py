@@ -223,7 +223,9 @@ REFERENCE = (
 
 @pytest.mark.parametrize("name", (*REFERENCE, "quark-fp8-kv8-llama-g"))
 def test_quantized_activations_against_numpy(fixtures_dir: Path, name: str) -> None:
-    """The same rule in NumPy and float32: an eighth of the effect, where a few codes differ."""
+    """The same rule in NumPy and float32: a thousandth of the effect at the typical position. Sums in
+    another order (NumPy's BLAS has one for each processor) make a code differ now and then, and all
+    positions that see it with it, so the median counts."""
     folder = fixtures_dir / name
     checkpoint = _core.Checkpoint(str(folder))
     found = detect(checkpoint)
@@ -245,9 +247,10 @@ def test_quantized_activations_against_numpy(fixtures_dir: Path, name: str) -> N
     exact: dict[str, Any] = {"compute_dtype": "float32", "kv_cache_dtype": "auto"}
     got = prompt_logprobs(folder, prompts, **exact)
     plain = prompt_logprobs(folder, prompts, activation_quant="off", **exact)
-    for ids, ours, unquantized in zip(prompts, got, plain, strict=True):
-        wanted = forward.prompt_logprobs(config, weights, ids, np.float32, quantize)
-        assert np.abs(ours - wanted).mean() <= np.abs(wanted - unquantized).mean() / 8
+    wanted = [forward.prompt_logprobs(config, weights, p, np.float32, quantize) for p in prompts]
+    distance = np.abs(np.concatenate(got) - np.concatenate(wanted))
+    effect = np.abs(np.concatenate(plain) - np.concatenate(wanted))
+    assert np.median(distance) <= np.median(effect) / 1000
 
 
 @pytest.mark.parametrize("key", ("intermediate_size", "num_attention_heads", "head_dim"))
