@@ -223,9 +223,10 @@ REFERENCE = (
 
 @pytest.mark.parametrize("name", (*REFERENCE, "quark-fp8-kv8-llama-g"))
 def test_quantized_activations_against_numpy(fixtures_dir: Path, name: str) -> None:
-    """The same rule in NumPy and float32: a thousandth of the effect at the typical position. Sums in
-    another order (NumPy's BLAS has one for each processor) make a code differ now and then, and all
-    positions that see it with it, so the median counts."""
+    """The same rule in NumPy and float32: a thousandth of the effect at the typical position.
+
+    Sums in another order (NumPy's BLAS has one for each processor) make a code differ now and then,
+    and with it all positions that see it, so the median counts."""
     folder = fixtures_dir / name
     checkpoint = _core.Checkpoint(str(folder))
     found = detect(checkpoint)
