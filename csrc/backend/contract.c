@@ -383,6 +383,96 @@ enum qkv_status qkv_check_norm_add(struct qkv_error *err, const struct qkv_sizes
     return qkv_check_floats(err, sizes, "norm_add", "norm", norm, 1, (uint64_t)dim);
 }
 
+enum qkv_status qkv_check_attention_pages(struct qkv_error *err, const struct qkv_batch_seq *seq,
+                                          int32_t index, int32_t layer, bool windowed,
+                                          int32_t n_pages)
+{
+    int64_t n_positions = (int64_t)seq->first_pos + seq->n_rows;
+    if (seq->first_pos < 0 || n_positions > (int64_t)seq->n_pages * QKV_PAGE_TOKENS) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "sequence %d: positions %d to %lld do not fit into its %d pages", index,
+                        seq->first_pos, (long long)n_positions - 1, seq->n_pages);
+    }
+    const int32_t *pages = windowed ? seq->window_pages : seq->pages;
+    if (pages == NULL) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "sequence %d: layer %d has a window, and there are no pages for it", index,
+                        layer);
+    }
+    for (int32_t i = 0; i < seq->n_pages; i++) {
+        if (pages[i] < 0 || pages[i] >= n_pages) {
+            return qkv_fail(err, QKV_ERR_ARGUMENT, "sequence %d: page %d, the pool has %d", index,
+                            pages[i], n_pages);
+        }
+    }
+    return QKV_OK;
+}
+
+static bool is_short(const struct qkv_sizes *sizes, const struct qkv_buffer *buffer, size_t n)
+{
+    return buffer != NULL && sizes->buffer_bytes(buffer) < n * sizeof(float);
+}
+
+static enum qkv_status check_layer_floats(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                          int32_t layer, const char *what,
+                                          const struct qkv_buffer *buffer, size_t n)
+{
+    if (is_short(sizes, buffer, n)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "layer %d: %s is too small: %zu bytes, %zu floats needed", layer, what,
+                        sizes->buffer_bytes(buffer), n);
+    }
+    return QKV_OK;
+}
+
+static enum qkv_status check_attention_buffers(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                               const struct qkv_attention *args,
+                                               const struct qkv_kv_layer *shape, size_t n_rows)
+{
+    const int32_t layer = args->layer;
+    const size_t k_dim = (size_t)shape->k_dim;
+    const size_t v_dim = (size_t)shape->v_dim;
+    const size_t n_heads = (size_t)args->n_heads;
+    const size_t kv_dim = shape->latent ? 0 : (size_t)shape->n_kv_heads * (k_dim + v_dim);
+    const size_t n_normed = shape->latent ? v_dim : k_dim;
+    QKV_TRY(check_layer_floats(err, sizes, layer, "qkv", args->qkv,
+                               n_rows * (n_heads * k_dim + kv_dim)));
+    QKV_TRY(check_layer_floats(err, sizes, layer, "out", args->out, n_rows * n_heads * v_dim));
+    QKV_TRY(check_layer_floats(err, sizes, layer, "latent", args->latent, n_rows * k_dim));
+    if (is_short(sizes, args->q_norm, k_dim) || is_short(sizes, args->k_norm, n_normed)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a head norm has fewer than %zu weights",
+                        args->layer, n_normed);
+    }
+    if (is_short(sizes, args->sinks, n_heads)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: fewer than %d sinks", args->layer,
+                        args->n_heads);
+    }
+    return QKV_OK;
+}
+
+enum qkv_status qkv_check_attention(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                    const struct qkv_attention *args,
+                                    const struct qkv_kv_layer *shape, int32_t n_rows,
+                                    int32_t n_rope_pairs)
+{
+    if (args->n_heads < 1 || args->n_heads % shape->n_kv_heads != 0) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT,
+                        "layer %d: %d heads, must be a multiple of the %d KV heads", args->layer,
+                        args->n_heads, shape->n_kv_heads);
+    }
+    const int32_t turnable = shape->k_dim - (shape->latent ? shape->v_dim : 0);
+    if (2 * n_rope_pairs > turnable) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: rope turns %d channels, the head has %d",
+                        args->layer, 2 * n_rope_pairs, turnable);
+    }
+    if (shape->latent != (args->latent != NULL) || (shape->latent && args->q_norm != NULL)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: %s", args->layer,
+                        shape->latent ? "latent, and k is not given alone, or a norm of q"
+                                      : "not latent, and k is given alone");
+    }
+    return check_attention_buffers(err, sizes, args, shape, (size_t)n_rows);
+}
+
 bool qkv_sample_has_penalties(const struct qkv_sample_row *row)
 {
     return row->n_seen > 0 && (row->repetition_penalty != 1.0f || row->presence_penalty != 0.0f ||

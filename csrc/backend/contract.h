@@ -61,6 +61,18 @@ enum qkv_status qkv_check_norm_add(struct qkv_error *err, const struct qkv_sizes
                                    const struct qkv_buffer *x, const struct qkv_buffer *y,
                                    const struct qkv_buffer *norm, int32_t n_rows, int32_t dim);
 
+/* Attention of one layer over one sequence of the batch: positions and pages; the pool has
+ * n_pages for that layer. */
+enum qkv_status qkv_check_attention_pages(struct qkv_error *err, const struct qkv_batch_seq *seq,
+                                          int32_t index, int32_t layer, bool windowed,
+                                          int32_t n_pages);
+/* Heads and buffers. `shape`: what the layer of every lane is, but for formats; n_rope_pairs: of
+ * args->rope, 0 without. */
+enum qkv_status qkv_check_attention(struct qkv_error *err, const struct qkv_sizes *sizes,
+                                    const struct qkv_attention *args,
+                                    const struct qkv_kv_layer *shape, int32_t n_rows,
+                                    int32_t n_rope_pairs);
+
 bool qkv_sample_has_penalties(const struct qkv_sample_row *row);
 bool qkv_sample_is_greedy(const struct qkv_sample_row *row);
 /* Whether the token is another than that of the largest logit, or may be. */

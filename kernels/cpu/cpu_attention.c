@@ -12,6 +12,7 @@
 #include "base/mem.h"
 #include "cpu_device.h"
 #include "cpu_kv.h"
+#include "cpu_products.h"
 #include "ops.h"
 
 struct store_unit {
@@ -44,11 +45,6 @@ struct plan {
     size_t work_stride; /* bytes of a thread's area */
 };
 
-static const int32_t *pages_of(const struct qkv_batch_seq *seq, bool windowed)
-{
-    return windowed ? seq->window_pages : seq->pages;
-}
-
 /* ---- checks ---- */
 
 static enum qkv_status check_sequence(struct qkv_error *err, const struct qkv_batch *batch,
@@ -69,70 +65,8 @@ static enum qkv_status check_sequence(struct qkv_error *err, const struct qkv_ba
                         index, seq->first_row, (long long)seq->first_row + seq->n_rows,
                         batch->n_rows);
     }
-    int64_t n_positions = (int64_t)seq->first_pos + seq->n_rows;
-    if (seq->first_pos < 0 || n_positions > (int64_t)seq->n_pages * QKV_PAGE_TOKENS) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT,
-                        "sequence %d: positions %d to %lld do not fit into its %d pages", index,
-                        seq->first_pos, (long long)n_positions - 1, seq->n_pages);
-    }
     const struct qkv_cpu_kv_layer *of = &kv->layers[layer];
-    const int32_t *pages = pages_of(seq, of->desc.windowed);
-    if (pages == NULL) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT,
-                        "sequence %d: layer %d has a window, and there are "
-                        "no pages for it",
-                        index, layer);
-    }
-    for (int32_t i = 0; i < seq->n_pages; i++) {
-        if (pages[i] < 0 || pages[i] >= of->n_pages) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "sequence %d: page %d, the pool has %d", index,
-                            pages[i], of->n_pages);
-        }
-    }
-    return QKV_OK;
-}
-
-static enum qkv_status check_floats(struct qkv_error *err, int32_t layer, const char *what,
-                                    const struct qkv_buffer *buffer, size_t n)
-{
-    if (buffer->n_bytes < n * sizeof(float)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT,
-                        "layer %d: %s is too small: %zu bytes, %zu floats needed", layer, what,
-                        buffer->n_bytes, n);
-    }
-    return QKV_OK;
-}
-
-static enum qkv_status check_buffers(struct qkv_error *err, const struct qkv_batch *batch,
-                                     const struct qkv_attention *args,
-                                     const struct qkv_kv_layer *desc)
-{
-    size_t n_rows = (size_t)batch->n_rows;
-    size_t n_heads = (size_t)args->n_heads;
-    size_t k_dim = (size_t)desc->k_dim;
-    size_t v_dim = (size_t)desc->v_dim;
-    size_t kv_dim = desc->latent ? 0 : (size_t)desc->n_kv_heads * (k_dim + v_dim);
-    if (desc->latent != (args->latent != NULL) || (desc->latent && args->q_norm != NULL)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: %s", args->layer,
-                        desc->latent ? "latent, and k is not given alone, or a norm of q"
-                                     : "not latent, and k is given alone");
-    }
-    QKV_TRY(check_floats(err, args->layer, "qkv", args->qkv, n_rows * (n_heads * k_dim + kv_dim)));
-    QKV_TRY(check_floats(err, args->layer, "out", args->out, n_rows * n_heads * v_dim));
-    if (desc->latent) {
-        QKV_TRY(check_floats(err, args->layer, "latent", args->latent, n_rows * k_dim));
-    }
-    size_t n_normed = desc->latent ? v_dim : k_dim;
-    if ((args->q_norm != NULL && args->q_norm->n_bytes < k_dim * sizeof(float)) ||
-        (args->k_norm != NULL && args->k_norm->n_bytes < n_normed * sizeof(float))) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a head norm has fewer than %zu weights",
-                        args->layer, n_normed);
-    }
-    if (args->sinks != NULL && args->sinks->n_bytes < n_heads * sizeof(float)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: fewer than %d sinks", args->layer,
-                        args->n_heads);
-    }
-    return QKV_OK;
+    return qkv_check_attention_pages(err, seq, index, layer, of->desc.windowed, of->n_pages);
 }
 
 /* All lanes of a layer have the same shape; only their formats differ. */
@@ -151,17 +85,8 @@ static enum qkv_status check_call(struct qkv_error *err, const struct qkv_batch 
                             args->layer);
         }
     }
-    if (args->n_heads < 1 || args->n_heads % first->n_kv_heads != 0) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT,
-                        "layer %d: %d heads, must be a multiple of the %d KV heads", args->layer,
-                        args->n_heads, first->n_kv_heads);
-    }
-    int32_t turnable = first->k_dim - (first->latent ? first->v_dim : 0);
-    if (args->rope != NULL && 2 * args->rope->n_pairs > turnable) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: rope turns %d channels, the head has %d",
-                        args->layer, 2 * args->rope->n_pairs, turnable);
-    }
-    return check_buffers(err, batch, args, first);
+    return qkv_check_attention(err, &qkv_cpu_sizes, args, first, batch->n_rows,
+                               args->rope != NULL ? args->rope->n_pairs : 0);
 }
 
 /* ---- the plan ---- */
@@ -290,10 +215,11 @@ static void fill_units(struct plan *plan, const struct qkv_batch *batch, int32_t
     size_t n_attends = 0;
     for (int32_t i = 0; i < batch->n_seqs; i++) {
         const struct qkv_batch_seq *from = &batch->seqs[i];
+        const struct qkv_cpu_kv_layer *kv = &batch->lanes[from->lane]->layers[layer];
         struct qkv_attn_seq *seq = &plan->seqs[i];
         *seq = (struct qkv_attn_seq){
-            .kv = &batch->lanes[from->lane]->layers[layer],
-            .pages = pages_of(from, batch->lanes[from->lane]->layers[layer].desc.windowed),
+            .kv = kv,
+            .pages = kv->desc.windowed ? from->window_pages : from->pages,
             .first_row = from->first_row,
             .first_pos = from->first_pos,
             .n_rows = from->n_rows,

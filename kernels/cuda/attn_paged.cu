@@ -54,75 +54,9 @@ static enum qkv_status check_sequence(struct qkv_error *err, const struct qkv_ba
         return qkv_fail(err, QKV_ERR_ARGUMENT, "attention: layer %d, the KV pool has %d", layer,
                         n_layers);
     }
-    int64_t n_positions = (int64_t)seq->first_pos + seq->n_rows;
-    if (seq->first_pos < 0 || n_positions > (int64_t)seq->n_pages * QKV_PAGE_TOKENS) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT,
-                        "sequence %d: positions %d to %lld do not fit into its %d pages", index,
-                        seq->first_pos, (long long)n_positions - 1, seq->n_pages);
-    }
-    const int32_t *pages = layers[layer].windowed ? seq->window_pages : seq->pages;
-    if (pages == NULL) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT,
-                        "sequence %d: layer %d has a window, and there are "
-                        "no pages for it",
-                        index, layer);
-    }
-    for (int32_t i = 0; i < seq->n_pages; i++) {
-        if (pages[i] < 0 || pages[i] >= layers[layer].n_pages) {
-            return qkv_fail(err, QKV_ERR_ARGUMENT, "sequence %d: page %d, the pool has %d", index,
-                            pages[i], layers[layer].n_pages);
-        }
-    }
+    QKV_TRY(qkv_check_attention_pages(err, seq, index, layer, layers[layer].windowed,
+                                      layers[layer].n_pages));
     *out = &layers[layer];
-    return QKV_OK;
-}
-
-static enum qkv_status check_heads(struct qkv_error *err, const struct qkv_attention *args,
-                                   const struct qkv_cuda_kv_layer *layer)
-{
-    if (args->n_heads < 1 || args->n_heads % layer->n_kv_heads != 0) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT,
-                        "layer %d: %d heads, must be a multiple of the %d KV heads", args->layer,
-                        args->n_heads, layer->n_kv_heads);
-    }
-    int32_t turnable = layer->k.dim - (layer->latent ? layer->v.dim : 0);
-    if (args->rope != NULL && 2 * args->rope->n_pairs > turnable) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: rope turns %d channels, the head has %d",
-                        args->layer, 2 * args->rope->n_pairs, turnable);
-    }
-    if (layer->latent != (args->latent != NULL) || (layer->latent && args->q_norm != NULL)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: %s", args->layer,
-                        layer->latent ? "latent, and k is not given alone, or a norm of q"
-                                      : "not latent, and k is given alone");
-    }
-    return QKV_OK;
-}
-
-static enum qkv_status check_buffers(struct qkv_error *err, int32_t n_rows,
-                                     const struct qkv_attention *args,
-                                     const struct qkv_cuda_kv_layer *layer)
-{
-    size_t rows = (size_t)n_rows * sizeof(float);
-    size_t k_dim = (size_t)layer->k.dim;
-    size_t v_dim = (size_t)layer->v.dim;
-    size_t n_heads = (size_t)args->n_heads;
-    size_t kv_dim = layer->latent ? 0 : (size_t)layer->n_kv_heads * (k_dim + v_dim);
-    size_t n_normed = layer->latent ? v_dim : k_dim;
-    if (args->qkv->n_bytes < rows * (n_heads * k_dim + kv_dim) ||
-        args->out->n_bytes < rows * n_heads * v_dim ||
-        (layer->latent && args->latent->n_bytes < rows * k_dim)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a buffer is too small for %d rows",
-                        args->layer, n_rows);
-    }
-    if ((args->q_norm != NULL && args->q_norm->n_bytes < k_dim * sizeof(float)) ||
-        (args->k_norm != NULL && args->k_norm->n_bytes < n_normed * sizeof(float))) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: a head norm has fewer than %zu weights",
-                        args->layer, n_normed);
-    }
-    if (args->sinks != NULL && args->sinks->n_bytes < n_heads * sizeof(float)) {
-        return qkv_fail(err, QKV_ERR_ARGUMENT, "layer %d: fewer than %d sinks", args->layer,
-                        args->n_heads);
-    }
     return QKV_OK;
 }
 
@@ -142,8 +76,13 @@ static enum qkv_status check_call(struct qkv_error *err, const struct qkv_batch 
                             args->layer);
         }
     }
-    QKV_TRY(check_heads(err, args, first));
-    QKV_TRY(check_buffers(err, batch->n_rows, args, first));
+    struct qkv_kv_layer shape = {};
+    shape.n_kv_heads = first->n_kv_heads;
+    shape.k_dim = first->k.dim;
+    shape.v_dim = first->v.dim;
+    shape.latent = first->latent;
+    QKV_TRY(qkv_check_attention(err, &qkv_cuda_sizes, args, &shape, batch->n_rows,
+                                args->rope != NULL ? args->rope->n_pairs : 0));
     *out = first;
     return QKV_OK;
 }
