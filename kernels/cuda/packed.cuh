@@ -214,15 +214,16 @@ static __device__ __forceinline__ void decode_unit(const struct params &p, const
     }
 }
 
-/* Rows [row, row + 16) and 16 of k from k on; rows past the last are zero. */
+/* Rows [row, row + 16) and 8 words of `per_word` elements from element k on; rows past the last are
+ * zero. */
 static __device__ __forceinline__ void load_rows(const struct params &p, int32_t row, int32_t k,
-                                                 uint32_t a[4])
+                                                 int32_t per_word, uint32_t a[4])
 {
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
     const uint32_t *x = (const uint32_t *)p.x;
-    int64_t stride = p.x_stride / 2;
+    int64_t stride = p.x_stride / per_word;
     int64_t first = row + lane / 4;
-    int64_t at = first * stride + k / 2 + lane % 4;
+    int64_t at = first * stride + k / per_word + lane % 4;
     bool has_first = first < p.n_rows;
     bool has_second = first + 8 < p.n_rows;
     a[0] = has_first ? x[at] : 0;
@@ -310,7 +311,7 @@ static __device__ __forceinline__ void multiply_part(const struct params &p, con
 #pragma unroll
                 for (int m = 0; m < M; m++) {
                     uint32_t a[4];
-                    load_rows(p, row + 16 * m, k, a);
+                    load_rows(p, row + 16 * m, k, 2, a);
                     qkv_mma_bf16(acc[m], a, b[s]);
                     if (p.two_terms) {
                         qkv_mma_bf16(acc[m], a, low[s]);

@@ -77,23 +77,6 @@ static __device__ __forceinline__ void load_unit(const struct params &p, int32_t
     }
 }
 
-/* Rows [row, row + 16) and 32 of k from k on; rows past the last are zero. */
-static __device__ __forceinline__ void load_codes(const struct params &p, int32_t row, int32_t k,
-                                                  uint32_t a[4])
-{
-    int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
-    const uint32_t *x = (const uint32_t *)p.x;
-    int64_t stride = p.x_stride / 4;
-    int64_t first = row + lane / 4;
-    int64_t at = first * stride + k / 4 + lane % 4;
-    bool has_first = first < p.n_rows;
-    bool has_second = first + 8 < p.n_rows;
-    a[0] = has_first ? x[at] : 0;
-    a[1] = has_second ? x[at + 8 * stride] : 0;
-    a[2] = has_first ? x[at + 4] : 0;
-    a[3] = has_second ? x[at + 8 * stride + 4] : 0;
-}
-
 template <int M>
 static __device__ __forceinline__ void leave_sums(int32_t acc[M][4], int32_t (*to)[COLUMNS])
 {
@@ -129,7 +112,7 @@ static __device__ __forceinline__ void sum_unit(const struct params &p, int32_t 
 #pragma unroll
         for (int m = 0; m < M; m++) {
             uint32_t a[4];
-            load_codes(p, row + 16 * m, unit * UNIT + s / 2 * 32, a);
+            load_rows(p, row + 16 * m, unit * UNIT + s / 2 * 32, 4, a);
             if (p.code == QKV_CODE_U8) {
                 qkv_mma_bytes<false>(acc[m], a, pair);
             } else {
