@@ -213,6 +213,7 @@ soak: $(VENV)/test.stamp soak-models
 	done
 	$(BIN)/python tests/tools/kill_runs.py build/kills --kills 10000 --rows 100 --rounds 200
 	$(BIN)/python tests/bench/bench_dataset.py many --rows 1000000
+	$(BIN)/python tests/bench/bench_experts.py --share 0.55 --check --folder build
 	$(MAKE) isa asan tsan
 
 # The second wheel, with the CUDA library in it, where there is nvcc.
