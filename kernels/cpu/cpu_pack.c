@@ -13,8 +13,9 @@
 #include "quant/formats.h"
 
 enum {
-    PIECE = QKV_PIECE,    /* elements; a multiple of every format's block */
-    SHARE_BYTES = 1 << 20 /* packed by a thread before it takes more and gives back file pages */
+    PIECE = QKV_PIECE,       /* elements; a multiple of every format's block */
+    SHARE_BYTES = 4 << 20,   /* packed by a thread before it takes more and gives back file pages */
+    FETCHED_BYTES = 1 << 18, /* most of a file's panel, to stay in the second-level cache */
 };
 
 size_t qkv_cpu_code_bits(enum qkv_pack pack)
@@ -38,7 +39,10 @@ struct piece {
     const struct qkv_pack_task *task;
     const struct qkv_weight *w;
     uint8_t *panel;
-    size_t first; /* elements [first, first + n) of each column */
+    const uint8_t *const *row;  /* [columns]: where each begins, NULL if rows are no streams */
+    const uint8_t *const *next; /* of the next panel, NULL if there is none */
+    size_t piece_bytes;         /* of a row */
+    size_t first;               /* elements [first, first + n) of each column */
     size_t n;
     size_t stride;                           /* words of a full piece in a row, and one */
     uint32_t words[QKV_PANEL * (PIECE + 1)]; /* [column][stride] */
@@ -342,19 +346,42 @@ static void (*find_kernel(const struct piece *p))(const struct qkv_cpu_rows *)
     return p->ops->pack_rows[matrix->format];
 }
 
-/* The same piece of all rows, and fetches the one behind it: a piece is too short a stream for the
- * processor to fetch ahead by itself. rows: [n_columns], NULL where they are no streams. */
-static void pack_piece(struct piece *p, size_t panel, const uint8_t *const *rows, size_t n_columns,
-                       size_t piece_bytes)
+static size_t count_columns(const struct qkv_weight *w, size_t panel)
+{
+    size_t n_left = (size_t)w->n_out - panel * QKV_PANEL;
+    return n_left < QKV_PANEL ? n_left : QKV_PANEL;
+}
+
+/* Fetches this piece of the next panel, or the next piece of a panel that is large: a row's piece
+ * is too short a stream for the processor to fetch ahead by itself. */
+static void fetch_ahead(const struct piece *p, size_t panel)
+{
+    size_t k_in = (size_t)p->w->k_in;
+    size_t at = p->first / PIECE * p->piece_bytes;
+    size_t n_bytes = p->piece_bytes * p->n / PIECE;
+    bool large = p->piece_bytes * k_in / PIECE * QKV_PANEL > FETCHED_BYTES;
+    const uint8_t *const *row = large ? p->row : p->next;
+    if (row == NULL || row[0] == NULL || (large && p->first + p->n == k_in)) {
+        return;
+    }
+    at += large ? p->piece_bytes : 0;
+    size_t n_columns = count_columns(p->w, large ? panel : panel + 1);
+    for (size_t c = 0; c < n_columns; c++) {
+        for (size_t b = 0; b < n_bytes; b += 64) {
+            __builtin_prefetch(row[c] + at + b, 0, 2);
+        }
+    }
+}
+
+/* The same piece of all rows. */
+static void pack_piece(struct piece *p, size_t panel, size_t n_columns)
 {
     void (*kernel)(const struct qkv_cpu_rows *) = n_columns == QKV_PANEL ? find_kernel(p) : NULL;
-    bool ahead = rows[0] != NULL && p->first + 2 * PIECE <= (size_t)p->w->k_in;
+    const uint8_t *row[QKV_PANEL];
     for (size_t c = 0; c < n_columns; c++) {
-        for (size_t b = 0; ahead && b < piece_bytes; b += 64) {
-            __builtin_prefetch(rows[c] + piece_bytes + b);
-        }
+        row[c] = p->row[c] == NULL ? NULL : p->row[c] + p->first / PIECE * p->piece_bytes;
         if (kernel == NULL) {
-            pack_row(p, c, (int64_t)(panel * QKV_PANEL + c), rows[c]);
+            pack_row(p, c, (int64_t)(panel * QKV_PANEL + c), row[c]);
         }
     }
     if (kernel == NULL) {
@@ -363,7 +390,7 @@ static void pack_piece(struct piece *p, size_t panel, const uint8_t *const *rows
     }
     kernel(&(struct qkv_cpu_rows){
         .weight = p->w,
-        .row = rows,
+        .row = row,
         .panel = p->panel,
         .first = p->first,
         .n = p->n,
@@ -374,23 +401,15 @@ static void pack_piece(struct piece *p, size_t panel, const uint8_t *const *rows
 static void pack_panel(struct piece *p, size_t panel)
 {
     const struct qkv_weight *w = p->w;
-    const uint8_t *rows[QKV_PANEL];
-    size_t piece_bytes = 0;
     size_t k_in = (size_t)w->k_in;
-    size_t n_left = (size_t)w->n_out - panel * QKV_PANEL;
-    size_t n_columns = n_left < QKV_PANEL ? n_left : QKV_PANEL;
+    size_t n_columns = count_columns(w, panel);
     p->panel = w->data + panel * w->panel_bytes;
     memset(p->words + n_columns * p->stride, 0,
            (QKV_PANEL - n_columns) * p->stride * sizeof *p->words);
-    for (size_t c = 0; c < n_columns; c++) {
-        rows[c] = stored_row(p->task->matrix, (int64_t)(panel * QKV_PANEL + c), &piece_bytes);
-    }
     for (p->first = 0; p->first < k_in; p->first += PIECE) {
         p->n = k_in - p->first < PIECE ? k_in - p->first : PIECE;
-        pack_piece(p, panel, rows, n_columns, piece_bytes);
-        for (size_t c = 0; rows[0] != NULL && c < n_columns; c++) {
-            rows[c] += piece_bytes;
-        }
+        fetch_ahead(p, panel);
+        pack_piece(p, panel, n_columns);
     }
 }
 
@@ -442,13 +461,28 @@ static size_t count_shares(const struct qkv_weight *w)
     return ((size_t)w->n_panels + share_panels(w) - 1) / share_panels(w);
 }
 
+static void find_rows(struct piece *p, size_t panel, const uint8_t **rows)
+{
+    for (size_t c = 0; c < count_columns(p->w, panel); c++) {
+        rows[c] = stored_row(p->task->matrix, (int64_t)(panel * QKV_PANEL + c), &p->piece_bytes);
+    }
+}
+
 static void pack_share(struct piece *p, size_t share)
 {
     const struct qkv_weight *w = p->w;
     size_t begin = share * share_panels(w);
     size_t end = begin + share_panels(w);
     end = end < (size_t)w->n_panels ? end : (size_t)w->n_panels;
+    const uint8_t *rows[2][QKV_PANEL];
+    find_rows(p, begin, rows[begin % 2]);
     for (size_t panel = begin; panel < end; panel++) {
+        p->row = rows[panel % 2];
+        p->next = NULL;
+        if (panel + 1 < end) {
+            find_rows(p, panel + 1, rows[(panel + 1) % 2]);
+            p->next = rows[(panel + 1) % 2];
+        }
         pack_panel(p, panel);
         if (w->row_scale != NULL) {
             put_row_scales(p->task, panel);
