@@ -1,10 +1,12 @@
 /* The machine's limits (limits.h) with 1 and 2 threads, as CSV. The first argument: other numbers
- * of threads, as in "1,4,16"; the second: only the limit of this name. */
+ * of threads, as in "1,4,16"; the second: only the limit of this name; the third: of dot products and
+ * FMA the mean over so many seconds instead of the best. */
 #include "limits.h"
 
 int main(int argc, char **argv)
 {
     const char *counts = argc > 1 ? argv[1] : "1,2";
+    const double seconds = argc > 3 ? strtod(argv[3], NULL) : 0;
     (void)printf("limit,threads,value,unit\n");
     for (int limit = 0; limit < QKV_LIMIT_COUNT; limit++) {
         const char *rest = counts;
@@ -19,8 +21,10 @@ int main(int argc, char **argv)
                               counts);
                 return 1;
             }
-            (void)printf("\"%s\",%ld,%.1f,%s\n", qkv_limits[limit].name, n,
-                         qkv_limit_measure((enum qkv_limit)limit, (int)n), qkv_limits[limit].unit);
+            double value = seconds > 0 ? qkv_limit_sustained((enum qkv_limit)limit, (int)n, seconds)
+                                       : qkv_limit_measure((enum qkv_limit)limit, (int)n);
+            (void)printf("\"%s\",%ld,%.1f,%s\n", qkv_limits[limit].name, n, value,
+                         qkv_limits[limit].unit);
             (void)fflush(stdout);
             rest = *end == ',' ? end + 1 : end;
         }

@@ -2,6 +2,11 @@
  * as what is compared with it. The benches print ratios to these.
  *
  *   double peak = qkv_limit_measure(QKV_LIMIT_DOT_BF16, 1);   GFLOP/s, 0 if there is no such thing
+ *   double kept = qkv_limit_sustained(QKV_LIMIT_DOT_BF16, 1, 1.0);   the mean over a second
+ *
+ * The first is the best of some tries of milliseconds. A virtual machine keeps that up for no longer
+ * where the host takes processors away now and then, so what runs for seconds is compared with the
+ * second, too.
  *
  * One thread is timed by its own clock, to which other programs on the machine do not add; several
  * by the wall clock, from the first that starts to the last that ends. Instructions beyond the base
@@ -180,8 +185,9 @@ static inline void *qkv_limit_work(void *ctx)
     return NULL;
 }
 
-/* One try by all threads at once: work per second * 1e-9. */
-static inline double qkv_limit_try(struct qkv_limit_thread *threads, int n_threads, int n_streams)
+/* One try by all threads at once: work per second * 1e-9, and the seconds. */
+static inline double qkv_limit_try(struct qkv_limit_thread *threads, int n_threads, int n_streams,
+                                   double *seconds)
 {
     pthread_barrier_t barrier;
     pthread_t handles[QKV_LIMIT_THREADS_MAX];
@@ -205,15 +211,17 @@ static inline double qkv_limit_try(struct qkv_limit_thread *threads, int n_threa
         work += threads[i].work;
     }
     (void)pthread_barrier_destroy(&barrier);
-    return work / (end - begin) * 1e-9;
+    *seconds = end - begin;
+    return work / *seconds * 1e-9;
 }
 
 /* The best of numbers of streams up to `most`. */
 static inline double qkv_limit_best(struct qkv_limit_thread *threads, int n_threads, int most)
 {
     double best = 0;
+    double seconds;
     for (int streams = 1; streams <= most; streams *= 2) {
-        double rate = qkv_limit_try(threads, n_threads, streams);
+        double rate = qkv_limit_try(threads, n_threads, streams, &seconds);
         best = rate > best ? rate : best;
     }
     return best;
@@ -270,6 +278,28 @@ static inline double qkv_limit_measure(enum qkv_limit limit, int n_threads)
         (void)close(file);
     }
     return best;
+}
+
+/* The mean over some seconds, of what needs no memory: dot products and FMA. */
+static inline double qkv_limit_sustained(enum qkv_limit limit, int n_threads, double seconds)
+{
+    if (!qkv_limit_there(limit) || limit < QKV_LIMIT_DOT_BF16 || n_threads < 1 ||
+        n_threads > QKV_LIMIT_THREADS_MAX) {
+        return 0;
+    }
+    struct qkv_limit_thread threads[QKV_LIMIT_THREADS_MAX] = {0};
+    for (int i = 0; i < n_threads; i++) {
+        qkv_limit_prepare(&threads[i], limit, -1, n_threads == 1);
+    }
+    double work = 0;
+    double taken = 0;
+    while (taken < seconds) {
+        double one;
+        double rate = qkv_limit_try(threads, n_threads, 1, &one);
+        work += rate * one;
+        taken += one;
+    }
+    return work / taken;
 }
 
 #endif
