@@ -189,7 +189,7 @@ cuda-asan: $(VENV)/tools.stamp
 	QKV_TEST_BACKEND=build/cuda/_qkv_cuda_asan.so $(CTESTS) --variant asan $(CUDA_TESTS)
 
 # The same tests of kernels on the GPU that is there, then under NVIDIA's checkers.
-CUDA_TESTS := attention attention_kv attention_latent cuda_steps forms linear moe moe_forms sample
+CUDA_TESTS := attention attention_kv attention_latent cuda_memory cuda_steps forms linear moe moe_forms sample
 cuda-gpu: cuda
 	QKV_TEST_BACKEND=build/cuda/_qkv_cuda.so $(CTESTS) $(CUDA_TESTS)
 	for tool in memcheck racecheck synccheck; do for name in $(CUDA_TESTS); do \

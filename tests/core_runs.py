@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ LARGE = 8192  # tokens of a pool that never runs out
 def open_engine(
     path: Path,
     *,
-    kv_tokens: int,
+    kv_tokens: int | Callable[[int, int], int],
     n_lanes: int = 1,
     lanes: Sequence[Lane] | None = None,
     **options: Any,

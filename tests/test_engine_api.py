@@ -590,12 +590,29 @@ def test_info_memory_scales(engine: qkv.Engine) -> None:
 def test_pool_is_what_the_batch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "free_memory", lambda: 1_000_000)
     size: dict[str, Any] = {"kv_tokens": None, "mem_fraction": None, "weights_bytes": 200_000}
-    assert pools.tokens_of_engine(pools.Pool(token_bytes=10), **size, needed=1000) == 992
-    assert pools.tokens_of_engine(pools.Pool(token_bytes=100), **size, needed=10**6) == 2000
+    assert pools.sizing(pools.Pool(token_bytes=10), **size, needed=1000) == 992
+    assert pools.sizing(pools.Pool(token_bytes=100), **size, needed=10**6) == 2000
     half = size | {"mem_fraction": 0.5}
-    assert pools.tokens_of_engine(pools.Pool(token_bytes=100), **half, needed=1) == 2992
+    assert pools.sizing(pools.Pool(token_bytes=100), **half, needed=1) == 2992
     with pytest.raises(MemoryError, match="no room"):
-        pools.tokens_of_engine(pools.Pool(token_bytes=10**6), **size, needed=10**6)
+        pools.sizing(pools.Pool(token_bytes=10**6), **size, needed=10**6)
+    given = size | {"kv_tokens": 8000}
+    assert pools.sizing(pools.Pool(token_bytes=100), **given, needed=1) == 8000
+    with pytest.raises(MemoryError, match="kv_tokens=8000.* at most 7920 fit"):
+        pools.sizing(pools.Pool(token_bytes=101), **given, needed=1)
+
+
+def test_pool_of_a_gpu() -> None:
+    """What the device says when the weights are there, whatever they took; by default 0.85 of what
+    there was before, in whole pages, however few the batch needs."""
+    pool = pools.Pool(token_bytes=100)
+    size: dict[str, Any] = {"kv_tokens": None, "mem_fraction": None, "needed": 1}
+    found = pools.sizing(pool, **size, weights_bytes=None)
+    assert not isinstance(found, int) and found(1_000_000, 800_000) == 6496
+    found = pools.sizing(pool, **size | {"mem_fraction": 0.5}, weights_bytes=None)
+    assert not isinstance(found, int) and found(1_000_000, 800_000) == 2992
+    with pytest.raises(MemoryError, match="no room .* a larger mem_fraction"):
+        found(1_000_000, 500_000)
 
 
 def test_free_memory_honours_the_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -622,7 +639,7 @@ def test_a_device_that_is_not_there(
     with pytest.raises(qkv.UnsupportedError, match=r"this installation has no _qkv_cuda\.so"):
         qkv.Engine(tiny("llama"), device="cuda:0")
     (tmp_path / "_qkv_cuda.so").touch()
-    with pytest.raises(ValueError, match="kv_tokens=None: must be given with device='cuda:0'"):
+    with pytest.raises(qkv.UnsupportedError, match=r"backend library: .*_qkv_cuda\.so"):
         qkv.Engine(tiny("llama"), device="cuda:0")
 
 

@@ -28,7 +28,7 @@
 #include "quant/formats.h"
 #include "quant/matrix.h"
 
-enum { QKV_BACKEND_ABI = 10 };
+enum { QKV_BACKEND_ABI = 11 };
 
 struct qkv_device; /* one opened backend: threads, scratch memory, stream */
 struct qkv_buffer; /* zeroed bytes of device memory */
@@ -63,6 +63,7 @@ struct qkv_device_info {
     char isa[32];  /* "avx512bf16" */
     int32_t n_threads;
     uint64_t scratch_bytes; /* held for temporaries now */
+    uint64_t free_bytes;    /* left now of memory of its own; 0: it computes in the host's */
 };
 
 struct qkv_rope_desc {

@@ -18,12 +18,18 @@ enum qkv_status qkv_backend_load(struct qkv_error *err, const char *path,
     }
     memcpy(&get, &symbol, sizeof get); /* C has no conversion; POSIX has the two the same size */
     const struct qkv_backend *backend = get();
+    if (backend == NULL) {
+        (void)dlclose(library);
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "%s: its %s gives no table", path,
+                        QKV_BACKEND_SYMBOL);
+    }
     if (backend->abi != QKV_BACKEND_ABI || backend->size != sizeof(struct qkv_backend)) {
         const unsigned abi = backend->abi;
         const unsigned size = backend->size;
         (void)dlclose(library);
         return qkv_fail(err, QKV_ERR_UNSUPPORTED,
-                        "%s: built for backend version %u of %u bytes, this is version %u of %zu",
+                        "%s: built for backend version %u of %u bytes, this is version %u of %zu: "
+                        "install the package again, so that both are of one build",
                         path, abi, size, (unsigned)QKV_BACKEND_ABI, sizeof(struct qkv_backend));
     }
     *out = backend;

@@ -85,6 +85,12 @@ void qkv_engine_counts(const struct qkv_engine *engine, struct qkv_scheduler_cou
     qkv_scheduler_counts(engine->scheduler, out);
 }
 
+enum qkv_status qkv_engine_say_no_room(struct qkv_error *err, enum qkv_status status,
+                                       const char *what)
+{
+    return status == QKV_ERR_MEMORY ? qkv_fail_prefix(err, status, what) : status;
+}
+
 static size_t bucket_of(const struct qkv_engine *engine, int64_t id)
 {
     return (size_t)id & (engine->n_buckets - 1);

@@ -54,6 +54,10 @@ struct qkv_engine_options {
     int32_t n_layers;                     /* of kv_formats; must be the model's */
     const enum qkv_kv_format *kv_formats; /* [n_lanes, n_layers, 2]: of K, of V */
     int64_t kv_tokens;                    /* per lane, rounded down to whole pages */
+    /* Called when the weights are loaded, with what the device had left of its memory before that
+     * and has now (0: it computes in the host's): fills kv_tokens, or returns false, which stops
+     * the opening as `progress` does. NULL: kv_tokens above. */
+    bool (*size_pool)(void *ctx, uint64_t free_before, uint64_t free_now, int64_t *kv_tokens);
     /* [n_scale_lanes, n_layers, 2, n_scale_heads], of K, of V; NULL: all 1. One lane's are for all.
      * Only formats that have such scales apply theirs. */
     const float *kv_scales;
@@ -70,7 +74,7 @@ struct qkv_engine_options {
     const struct qkv_weight_set *prefill; /* for the positions of prompts; NULL: the same weights */
     struct qkv_log log;
     bool (*progress)(void *ctx, uint64_t done_bytes, uint64_t total_bytes); /* may be NULL */
-    void *progress_ctx;
+    void *callback_ctx; /* of size_pool and progress */
 };
 
 /* Loads. QKV_ERR_STATE "interrupted" if `progress` returned false. QKV_ERR_CHECKPOINT if the second

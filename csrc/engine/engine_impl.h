@@ -110,4 +110,9 @@ void qkv_engine_release(struct qkv_engine *engine, struct qkv_generation *gen);
 /* QKV_ERR_STATE in a forked child. */
 enum qkv_status qkv_engine_check_usable(struct qkv_error *err, const struct qkv_engine *engine);
 
+/* The status; where it is QKV_ERR_MEMORY, the message begins with what there was no room for, and
+ * with what makes that smaller. */
+enum qkv_status qkv_engine_say_no_room(struct qkv_error *err, enum qkv_status status,
+                                       const char *what);
+
 #endif

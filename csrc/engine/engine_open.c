@@ -22,11 +22,18 @@ static enum qkv_status check_range(struct qkv_error *err, const char *name, int6
     return QKV_OK;
 }
 
+static enum qkv_status check_kv_tokens(struct qkv_error *err, int64_t kv_tokens)
+{
+    const int64_t page = QKV_PAGE_TOKENS;
+    return check_range(err, "kv_tokens", kv_tokens, page, INT32_MAX / 2 * page);
+}
+
 static enum qkv_status check_options(struct qkv_error *err,
                                      const struct qkv_engine_options *options)
 {
-    const int64_t page = QKV_PAGE_TOKENS;
-    QKV_TRY(check_range(err, "kv_tokens", options->kv_tokens, page, INT32_MAX / 2 * page));
+    if (options->size_pool == NULL) {
+        QKV_TRY(check_kv_tokens(err, options->kv_tokens));
+    }
     QKV_TRY(check_range(err, "max_running", options->max_running, 1, QKV_ROWS_MAX));
     QKV_TRY(check_range(err, "chunk_tokens", options->chunk_tokens, 1, QKV_ROWS_MAX));
     QKV_TRY(check_range(err, "max_model_len", options->max_model_len, 0, QKV_POSITIONS_MAX));
@@ -226,7 +233,7 @@ static enum qkv_status load_decode(struct qkv_error *err, struct qkv_engine *eng
         .int8 = options->activations == QKV_ACTIVATIONS_INT8 && options->prefill == NULL,
         .log = &engine->log,
         .progress = options->progress,
-        .progress_ctx = options->progress_ctx,
+        .progress_ctx = options->callback_ctx,
     };
     struct qkv_model **out = &engine->models[QKV_PHASE_DECODE];
     QKV_TRY(qkv_model_load(err, sources->weights[QKV_PHASE_DECODE], &model, out));
@@ -256,7 +263,7 @@ static enum qkv_status load_prefill(struct qkv_error *err, struct qkv_engine *en
         .int8 = options->activations == QKV_ACTIVATIONS_INT8 && int8.n_int8 == 0,
         .log = &engine->log,
         .progress = options->progress,
-        .progress_ctx = options->progress_ctx,
+        .progress_ctx = options->callback_ctx,
     };
     struct qkv_model *prefill = NULL;
     QKV_TRY(qkv_model_load(err, sources->weights[QKV_PHASE_PREFILL], &model, &prefill));
@@ -275,8 +282,10 @@ static enum qkv_status load_phase(struct qkv_error *err, struct qkv_engine *engi
     struct qkv_load_log load_log;
     struct qkv_model_memory memory;
     qkv_load_log_begin(&load_log, &engine->log, sources->weights[phase], config);
-    QKV_TRY(
-        (phase == QKV_PHASE_DECODE ? load_decode : load_prefill)(err, engine, options, sources));
+    const enum qkv_status status =
+        (phase == QKV_PHASE_DECODE ? load_decode : load_prefill)(err, engine, options, sources);
+    QKV_TRY(qkv_engine_say_no_room(err, status,
+                                   "no room for the weights (quantization= makes them smaller)"));
     qkv_model_memory(engine->models[phase], &memory);
     qkv_load_log_end(&load_log, config, memory.weight_bytes);
     return QKV_OK;
@@ -298,11 +307,31 @@ static void size_windows(struct qkv_engine *engine, const struct qkv_model_confi
     }
 }
 
+static uint64_t free_bytes(const struct qkv_engine *engine)
+{
+    struct qkv_device_info info;
+    engine->backend->info(engine->device, &info);
+    return info.free_bytes;
+}
+
+/* Tokens of each lane's pool: given, or by what the weights left. */
+static enum qkv_status find_kv_tokens(struct qkv_error *err, const struct qkv_engine *engine,
+                                      const struct qkv_engine_options *options,
+                                      uint64_t free_before, int64_t *out)
+{
+    *out = options->kv_tokens;
+    if (options->size_pool != NULL &&
+        !options->size_pool(options->callback_ctx, free_before, free_bytes(engine), out)) {
+        return qkv_fail(err, QKV_ERR_STATE, "interrupted");
+    }
+    return check_kv_tokens(err, *out);
+}
+
 static enum qkv_status create_lanes(struct qkv_error *err, struct qkv_engine *engine,
-                                    const struct qkv_engine_options *options)
+                                    const struct qkv_engine_options *options, int64_t kv_tokens)
 {
     const struct qkv_model_config *config = qkv_engine_config(engine);
-    int32_t n_pages = (int32_t)(options->kv_tokens / QKV_PAGE_TOKENS);
+    int32_t n_pages = (int32_t)(kv_tokens / QKV_PAGE_TOKENS);
     void *layers = NULL;
     size_windows(engine, config, n_pages);
     QKV_TRY(qkv_calloc(err, (size_t)options->n_layers, sizeof(struct qkv_kv_layer), &layers));
@@ -316,7 +345,8 @@ static enum qkv_status create_lanes(struct qkv_error *err, struct qkv_engine *en
         status = engine->backend->kv_create(err, engine->device, &desc, &engine->lanes[lane]);
     }
     free(layers);
-    QKV_TRY(status);
+    QKV_TRY(
+        qkv_engine_say_no_room(err, status, "no room for the KV pool (kv_tokens=, mem_fraction=)"));
     QKV_TRY(qkv_engine_set_kv_scales(err, engine, options));
     QKV_TRY(qkv_lockstep_init(err, engine, options));
     engine->kv_tokens = (int64_t)n_pages * QKV_PAGE_TOKENS;
@@ -377,11 +407,14 @@ static enum qkv_status open_engine(struct qkv_error *err, struct qkv_engine *eng
     QKV_TRY(open_device(err, engine, options));
     QKV_TRY(check_kv_support(err, engine, options, config));
     set_row_limits(engine, options, config);
+    const uint64_t free_before = free_bytes(engine);
     QKV_TRY(load_phase(err, engine, options, sources, QKV_PHASE_DECODE));
     if (options->prefill != NULL) {
         QKV_TRY(load_phase(err, engine, options, sources, QKV_PHASE_PREFILL));
     }
-    QKV_TRY(create_lanes(err, engine, options));
+    int64_t kv_tokens = 0;
+    QKV_TRY(find_kv_tokens(err, engine, options, free_before, &kv_tokens));
+    QKV_TRY(create_lanes(err, engine, options, kv_tokens));
     for (int32_t lane = 0; lane < engine->n_lanes; lane++) {
         qkv_load_log_pool(&engine->log, lane, engine->kv_tokens,
                           options->kv_formats + (size_t)lane * (size_t)options->n_layers * 2,

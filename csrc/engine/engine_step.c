@@ -406,7 +406,7 @@ enum qkv_status qkv_engine_step(struct qkv_error *err, struct qkv_engine *engine
         if (status != QKV_OK) {
             qkv_score_cancel(engine);
             qkv_scheduler_cancel(engine->scheduler);
-            return status;
+            return qkv_engine_say_no_room(err, status, "no room for a step (chunk_tokens=)");
         }
         done.n_rows = plan.n_rows;
         done.n_prefill = count_prefill(&plan);

@@ -46,6 +46,7 @@ static int engine_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(cast(object)->log);
     Py_VISIT(cast(object)->progress);
+    Py_VISIT(cast(object)->size_pool);
     return 0;
 }
 
@@ -53,6 +54,7 @@ static int engine_clear(PyObject *object)
 {
     Py_CLEAR(cast(object)->log);
     Py_CLEAR(cast(object)->progress);
+    Py_CLEAR(cast(object)->size_pool);
     return 0;
 }
 

@@ -15,6 +15,7 @@ struct qkv_py_engine {
     PyThreadState *saved;      /* of that call, while it is without the GIL; else NULL */
     PyObject *log;             /* callables or NULL */
     PyObject *progress;        /* only while loading */
+    PyObject *size_pool;       /* the same */
     struct qkv_engine_step step;
     bool step_pending; /* `step` was computed and not handed over: an exception came between */
 };

@@ -17,17 +17,20 @@ const char qkv_py_engine_doc[] =
     "--\n\n"
     "A model on a device with its KV pools. Sequences in, tokens out; one sample each.\n\n"
     "path: a folder, a .safetensors or a .gguf file. kv_formats[lane][layer] = (K's, V's format);\n"
-    "kv_tokens per lane, rounded down to pages of 16. kv_scales: float32 [n_layers, 2 (K, V),\n"
-    "n_kv_heads] for every lane, or with a dimension for the lanes in front; formats without such\n"
-    "a scale ignore theirs; None: 1. The checkpoint's are never taken from here. query_dtype\n"
-    "'fp8_e4m3' quantizes the queries in attention. activation_quant 'int8' quantizes rows of\n"
-    "activations for the products with weights in integer codes; UnsupportedError if there is\n"
-    "no such weight. 'checkpoint': as each matrix wants its input. device_library: the path of\n"
-    "the backend that 'cuda:0' and 'cuda-emulated' name. native_fp8, native_fp4: FP8 and NVFP4\n"
-    "weights and inputs are multiplied as they are, by a GPU that can. online: what matrices are\n"
-    "quantized to while loading. prefill: a second set of weights of the model, for the positions\n"
-    "of prompts, as (path, matrices, arrays, online); the others then are for generated ones.\n"
-    "threads 0: all that the process may use;\n"
+    "kv_tokens per lane, rounded down to pages of 16, or a callable that says so when the\n"
+    "weights are loaded: kv_tokens(free_before, free_now), bytes that the device had left of\n"
+    "memory of its own before that and has now, 0 where it computes in the host's. kv_scales:\n"
+    "float32 [n_layers, 2 (K, V), n_kv_heads] for every lane, or with a dimension for the\n"
+    "lanes in front; formats without such a scale ignore theirs; None: 1. The checkpoint's\n"
+    "are never taken from here. query_dtype 'fp8_e4m3' quantizes the queries in attention.\n"
+    "activation_quant 'int8' quantizes rows of activations for the products with weights in\n"
+    "integer codes; UnsupportedError if there is no such weight. 'checkpoint': as each matrix\n"
+    "wants its input. device_library: the path of the backend that 'cuda:0' and\n"
+    "'cuda-emulated' name. native_fp8, native_fp4: FP8 and NVFP4 weights and inputs are\n"
+    "multiplied as they are, by a GPU that can. online: what matrices are quantized to while\n"
+    "loading. prefill: a second set of weights of the model, for the positions of prompts, as\n"
+    "(path, matrices, arrays, online); the others then are for generated ones. threads 0: all\n"
+    "that the process may use;\n"
     "max_model_len 0: the model's. A step holds at most chunk_tokens prompt rows and one row for\n"
     "each of max_running sequences. progress(done, total) in bytes stops the loading (Error) if\n"
     "it returns False; log(level 0..2, line). What they raise, the call raises.\n\n"
@@ -80,6 +83,21 @@ static bool report_progress(void *ctx, uint64_t done_bytes, uint64_t total_bytes
             self->progress, "KK", (unsigned long long)done_bytes, (unsigned long long)total_bytes);
         go_on = result != NULL && result != Py_False;
         Py_XDECREF(result);
+    }
+    end_callback(self);
+    return go_on;
+}
+
+/* What the callable makes of the device's memory; what it raises surfaces when the call returns. */
+static bool size_pool(void *ctx, uint64_t free_before, uint64_t free_now, int64_t *kv_tokens)
+{
+    struct qkv_py_engine *self = ctx;
+    bool go_on = begin_callback(self);
+    if (go_on) {
+        PyObject *tokens = PyObject_CallFunction(
+            self->size_pool, "KK", (unsigned long long)free_before, (unsigned long long)free_now);
+        go_on = tokens != NULL && qkv_py_int(tokens, "kv_tokens", 0, INT64_MAX, kv_tokens) == 0;
+        Py_XDECREF(tokens);
     }
     end_callback(self);
     return go_on;
@@ -274,6 +292,18 @@ static int convert_callable(PyObject *object, const char *name, PyObject **out)
     return 0;
 }
 
+/* A number, or a callable that finds it. */
+static int convert_kv_tokens(PyObject *object, struct qkv_py_engine *self,
+                             struct qkv_engine_options *o)
+{
+    if (!PyCallable_Check(object)) {
+        return qkv_py_int(object, "kv_tokens", 0, INT64_MAX, &o->kv_tokens);
+    }
+    self->size_pool = Py_NewRef(object);
+    o->size_pool = size_pool;
+    return 0;
+}
+
 struct open_args {
     PyObject *path; /* bytes, owned */
     PyObject *kv_formats, *kv_tokens, *kv_scales;
@@ -358,7 +388,7 @@ static int convert_open(const struct open_args *a, struct qkv_py_engine *self,
     if (convert_compute(a->compute_dtype, &o->compute) < 0 ||
         convert_activations(a->activation_quant, &o->activations) < 0 ||
         convert_query(a->query_dtype, &o->quantize_q) < 0 || convert_scales(a->kv_scales, o) < 0 ||
-        qkv_py_int(a->kv_tokens, "kv_tokens", 0, INT64_MAX, &o->kv_tokens) < 0 ||
+        convert_kv_tokens(a->kv_tokens, self, o) < 0 ||
         optional_int32(a->threads, "threads", &o->n_threads) < 0 ||
         optional_int32(a->max_running, "max_running", &o->max_running) < 0 ||
         optional_int32(a->chunk_tokens, "chunk_tokens", &o->chunk_tokens) < 0 ||
@@ -379,7 +409,7 @@ static int convert_open(const struct open_args *a, struct qkv_py_engine *self,
         o->log = (struct qkv_log){.write = write_log, .ctx = self};
     }
     o->progress = report_progress;
-    o->progress_ctx = self;
+    o->callback_ctx = self;
     return 0;
 }
 
@@ -428,6 +458,7 @@ static int open_unlocked(struct qkv_py_engine *self, const struct qkv_engine_opt
         self->saved = NULL;
     }
     Py_CLEAR(self->progress);
+    Py_CLEAR(self->size_pool);
     self->engine = engine;
     if (PyErr_Occurred() != NULL) {
         return -1; /* of a callback, or a signal's; deallocation closes the engine */

@@ -6,16 +6,54 @@
 
 /* ---- what the runtime does, and its stand-in ---- */
 
+static size_t memory_left(void);
+
+static enum qkv_status no_memory(struct qkv_error *err, size_t n_bytes, const char *why)
+{
+    return qkv_fail(err, QKV_ERR_MEMORY, "CUDA: %zu bytes of device memory: %s, %zu are free",
+                    n_bytes, why, memory_left());
+}
+
 #if defined(QKV_EMULATE)
+
+static size_t memory_left(void)
+{
+    return emulate::memory_left();
+}
 
 enum qkv_status qkv_cuda_alloc(struct qkv_error *err, size_t n_bytes, void **out)
 {
-    return qkv_calloc(err, n_bytes == 0 ? 1 : n_bytes, 1, out);
+    size_t n = n_bytes == 0 ? 1 : n_bytes;
+    if (n > memory_left()) {
+        return no_memory(err, n, "out of memory");
+    }
+    QKV_TRY(qkv_calloc(err, n, 1, out));
+    emulate::memory_taken(*out);
+    return QKV_OK;
 }
 
 void qkv_cuda_free(void *data)
 {
+    if (data != NULL) {
+        emulate::memory_given(data);
+    }
     free(data);
+}
+
+enum qkv_status qkv_cuda_select(struct qkv_error *err, const struct qkv_device *dev)
+{
+    (void)err;
+    emulate::gpu_now = dev->ordinal;
+    return QKV_OK;
+}
+
+/* What CUDA says of a stream of another GPU than the thread's. */
+static enum qkv_status check_selected(struct qkv_error *err, const struct qkv_device *dev)
+{
+    return dev->ordinal == emulate::gpu_now
+               ? QKV_OK
+               : qkv_fail(err, QKV_ERR_INTERNAL, "the stream of GPU %d, the thread's is %d",
+                          dev->ordinal, emulate::gpu_now);
 }
 
 enum qkv_status qkv_cuda_alloc_pinned(struct qkv_error *err, size_t n_bytes, void **out)
@@ -31,8 +69,7 @@ void qkv_cuda_free_pinned(void *data)
 enum qkv_status qkv_cuda_run_copy(struct qkv_error *err, struct qkv_device *dev,
                                   const struct qkv_cuda_copy *copy)
 {
-    (void)err;
-    (void)dev;
+    QKV_TRY(check_selected(err, dev));
     if (copy->n_bytes > 0) {
         memmove(copy->to, copy->from, copy->n_bytes);
     }
@@ -57,7 +94,7 @@ enum qkv_status qkv_cuda_zero(struct qkv_error *err, struct qkv_device *dev, voi
 enum qkv_status qkv_cuda_run_kernel(struct qkv_error *err, struct qkv_device *dev,
                                     const struct qkv_cuda_kernel *kernel)
 {
-    (void)dev;
+    QKV_TRY(check_selected(err, dev));
     emulate::kernel_body body;
     memcpy(&body, &kernel->caller, sizeof body);
     const char *failure = emulate::run(kernel->grid, kernel->block, kernel->shared_bytes, body,
@@ -70,10 +107,15 @@ enum qkv_status qkv_cuda_run_kernel(struct qkv_error *err, struct qkv_device *de
 
 static enum qkv_status open_stream(struct qkv_error *err, struct qkv_device *dev)
 {
-    if (dev->ordinal != 0) {
-        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "device %d: there is one emulated GPU",
-                        dev->ordinal);
+    size_t n_bytes = 0;
+    if (dev->ordinal >= emulate::GPUS) {
+        return qkv_fail(err, QKV_ERR_UNSUPPORTED, "device cuda:%d: there are %d emulated GPUs",
+                        dev->ordinal, (int)emulate::GPUS);
     }
+    if (!emulate::memory_size(&n_bytes)) {
+        return qkv_fail(err, QKV_ERR_ARGUMENT, "QKV_EMULATED_KIB: must be 1 to 2^34");
+    }
+    QKV_TRY(qkv_cuda_select(err, dev));
     (void)snprintf(dev->arch, sizeof dev->arch, "emulated, reference GEMM");
     dev->n_sms = 1;
     return QKV_OK;
@@ -96,6 +138,19 @@ enum qkv_status qkv_cuda_check(struct qkv_error *err, cudaError_t code, const ch
     return qkv_fail(err, status, "CUDA: %s: %s (%d)", what, cudaGetErrorString(code), (int)code);
 }
 
+enum qkv_status qkv_cuda_select(struct qkv_error *err, const struct qkv_device *dev)
+{
+    return qkv_cuda_check(err, cudaSetDevice(dev->ordinal), "cudaSetDevice");
+}
+
+/* Of the thread's GPU. */
+static size_t memory_left(void)
+{
+    size_t n_free = 0;
+    size_t n_all = 0;
+    return cudaMemGetInfo(&n_free, &n_all) == cudaSuccess ? n_free : 0;
+}
+
 static cudaStream_t stream_of(const struct qkv_device *dev)
 {
     return (cudaStream_t)dev->stream;
@@ -108,8 +163,7 @@ enum qkv_status qkv_cuda_alloc(struct qkv_error *err, size_t n_bytes, void **out
     cudaError_t code = cudaMalloc(&data, n);
     if (code != cudaSuccess) {
         (void)cudaGetLastError();
-        return qkv_fail(err, QKV_ERR_MEMORY, "CUDA: %zu bytes of device memory: %s", n,
-                        cudaGetErrorString(code));
+        return no_memory(err, n, cudaGetErrorString(code));
     }
     code = cudaMemset(data, 0, n);
     if (code == cudaSuccess) {
@@ -194,7 +248,7 @@ static enum qkv_status open_stream(struct qkv_error *err, struct qkv_device *dev
     if (dev->ordinal >= n) {
         return qkv_fail(err, QKV_ERR_UNSUPPORTED, "device cuda:%d: there are %d", dev->ordinal, n);
     }
-    QKV_TRY(qkv_cuda_check(err, cudaSetDevice(dev->ordinal), "cudaSetDevice"));
+    QKV_TRY(qkv_cuda_select(err, dev));
     cudaDeviceProp about;
     QKV_TRY(qkv_cuda_check(err, cudaGetDeviceProperties(&about, dev->ordinal),
                            "cudaGetDeviceProperties"));
@@ -293,7 +347,10 @@ enum qkv_status qkv_cuda_stage(struct qkv_error *err, struct qkv_device *dev, si
                                struct qkv_cuda_piece *out)
 {
     size_t n = qkv_round_up(n_bytes == 0 ? 1 : n_bytes, 256);
-    if (n > dev->stage_host.n_bytes - dev->stage_used) {
+    /* Only one of the two has grown where there was no memory for the other. */
+    size_t both = dev->stage_host.n_bytes < dev->stage_device.n_bytes ? dev->stage_host.n_bytes
+                                                                      : dev->stage_device.n_bytes;
+    if (n > both - dev->stage_used) {
         QKV_TRY(drain(err, dev, false));
         size_t want = dev->stage_wanted + n > STAGE_BYTES ? dev->stage_wanted + n : STAGE_BYTES;
         QKV_TRY(grow(err, dev, &dev->stage_host, want, true));
@@ -426,6 +483,7 @@ void qkv_cuda_close(struct qkv_device *dev)
     if (dev == NULL) {
         return;
     }
+    (void)qkv_cuda_select(NULL, dev);
     if (dev->steps != NULL) {
         (void)wait_for_all(NULL, dev, false);
     }
@@ -494,4 +552,5 @@ void qkv_cuda_info(const struct qkv_device *dev, struct qkv_device_info *out)
     for (int i = 0; i < QKV_CUDA_SLOTS; i++) {
         out->scratch_bytes += dev->scratch[i].n_bytes;
     }
+    out->free_bytes = qkv_cuda_select(NULL, dev) == QKV_OK ? memory_left() : 0;
 }

@@ -169,6 +169,10 @@ struct qkv_device {
 enum qkv_status qkv_cuda_check(struct qkv_error *err, cudaError_t code, const char *what);
 #endif
 
+/* What follows on this thread is for the device's GPU: CUDA has a current one for each thread.
+ * Every function of the table begins with it (entry.cu). */
+enum qkv_status qkv_cuda_select(struct qkv_error *err, const struct qkv_device *dev);
+
 /* Host memory that copies need not stop at. */
 enum qkv_status qkv_cuda_alloc_pinned(struct qkv_error *err, size_t n_bytes, void **out);
 void qkv_cuda_free_pinned(void *data);

@@ -1,6 +1,8 @@
 /* Fibers, and what CUDA's threads do together. See emulate.cuh. */
 #include "emulate.cuh"
 
+#include <errno.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -385,6 +387,41 @@ lane_data exchange(unsigned mask, const lane_data &in, unsigned lane)
     unsigned place = warp->generation % 2;
     (void)collective(mask, in, NULL);
     return warp->in[place][lane];
+}
+
+thread_local int gpu_now;
+
+namespace
+{
+size_t memory_used; /* changed by atomic operations alone */
+}
+
+bool memory_size(size_t *out)
+{
+    const char *text = getenv("QKV_EMULATED_KIB");
+    char *end = NULL;
+    errno = 0;
+    unsigned long long kib = text != NULL ? strtoull(text, &end, 10) : 4 << 20;
+    bool sound = text == NULL || (errno == 0 && end != text && *end == '\0');
+    *out = (size_t)kib << 10;
+    return sound && kib > 0 && kib <= 1ull << 34;
+}
+
+size_t memory_left()
+{
+    size_t size = 0;
+    size_t used = __atomic_load_n(&memory_used, __ATOMIC_RELAXED);
+    return memory_size(&size) && used < size ? size - used : 0;
+}
+
+void memory_taken(void *block)
+{
+    __atomic_add_fetch(&memory_used, malloc_usable_size(block), __ATOMIC_RELAXED);
+}
+
+void memory_given(void *block)
+{
+    __atomic_sub_fetch(&memory_used, malloc_usable_size(block), __ATOMIC_RELAXED);
 }
 
 } // namespace emulate

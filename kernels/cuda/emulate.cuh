@@ -106,6 +106,18 @@ template <typename T> static inline T shuffle(unsigned mask, T value, unsigned l
     return value;
 }
 
+/* What there is of GPUs: as many, each with so much memory, which is the host's. Calls go to the
+ * current one of the thread, as CUDA's do. */
+enum { GPUS = 2 };
+extern thread_local int gpu_now;
+
+/* As QKV_EMULATED_KIB says, else 4 GiB; false if it says nothing sensible. Of all GPUs together. */
+bool memory_size(size_t *out);
+size_t memory_left();
+/* A block was taken, or is given back. */
+void memory_taken(void *block);
+void memory_given(void *block);
+
 } // namespace emulate
 
 #define threadIdx (emulate::thread_now->index)

@@ -21,6 +21,29 @@ static enum qkv_status supports(struct qkv_error *err, const struct qkv_device *
     return QKV_OK;
 }
 
+/* A function of the table, on its device's GPU. */
+template <auto F> struct on_gpu;
+
+template <typename... A, enum qkv_status (*F)(struct qkv_error *, struct qkv_device *, A...)>
+struct on_gpu<F> {
+    static enum qkv_status call(struct qkv_error *err, struct qkv_device *dev, A... arguments)
+    {
+        QKV_TRY(qkv_cuda_select(err, dev));
+        return F(err, dev, arguments...);
+    }
+};
+
+/* The same of what gives something back; nvcc takes no second specialization of one template. */
+template <auto F> struct back_on_gpu;
+
+template <typename T, void (*F)(struct qkv_device *, T *)> struct back_on_gpu<F> {
+    static void call(struct qkv_device *dev, T *object)
+    {
+        (void)qkv_cuda_select(NULL, dev);
+        F(dev, object);
+    }
+};
+
 /* In the order of backend.h: C++17 has no initializers by name. A function that is put into the
  * middle there does not convert here; one at the end fails the assertion below. */
 static const struct qkv_backend table = {
@@ -31,36 +54,36 @@ static const struct qkv_backend table = {
     qkv_cuda_close,
     qkv_cuda_info,
     supports,
-    qkv_cuda_buffer_create,
-    qkv_cuda_buffer_destroy,
-    qkv_cuda_upload,
-    qkv_cuda_download,
-    qkv_cuda_weights_create,
-    qkv_cuda_weight_destroy,
+    on_gpu<qkv_cuda_buffer_create>::call,
+    back_on_gpu<qkv_cuda_buffer_destroy>::call,
+    on_gpu<qkv_cuda_upload>::call,
+    on_gpu<qkv_cuda_download>::call,
+    on_gpu<qkv_cuda_weights_create>::call,
+    back_on_gpu<qkv_cuda_weight_destroy>::call,
     qkv_cuda_weight_bytes,
     qkv_cuda_weight_path,
-    qkv_cuda_rope_create,
-    qkv_cuda_rope_destroy,
-    qkv_cuda_kv_create,
-    qkv_cuda_kv_destroy,
+    on_gpu<qkv_cuda_rope_create>::call,
+    back_on_gpu<qkv_cuda_rope_destroy>::call,
+    on_gpu<qkv_cuda_kv_create>::call,
+    back_on_gpu<qkv_cuda_kv_destroy>::call,
     qkv_cuda_kv_bytes,
-    qkv_cuda_kv_set_scales,
-    qkv_cuda_kv_counts,
-    qkv_cuda_kv_counts_reset,
-    qkv_cuda_kv_observe,
-    qkv_cuda_kv_histogram,
-    qkv_cuda_kv_zero,
-    qkv_cuda_begin,
-    qkv_cuda_embed,
-    qkv_cuda_linear,
-    qkv_cuda_moe,
-    qkv_cuda_head_linear,
-    qkv_cuda_attention,
-    qkv_cuda_norm_add,
-    qkv_cuda_sample,
-    qkv_cuda_copy_rows,
-    qkv_cuda_divergence,
-    qkv_cuda_sync,
+    on_gpu<qkv_cuda_kv_set_scales>::call,
+    on_gpu<qkv_cuda_kv_counts>::call,
+    on_gpu<qkv_cuda_kv_counts_reset>::call,
+    on_gpu<qkv_cuda_kv_observe>::call,
+    on_gpu<qkv_cuda_kv_histogram>::call,
+    on_gpu<qkv_cuda_kv_zero>::call,
+    on_gpu<qkv_cuda_begin>::call,
+    on_gpu<qkv_cuda_embed>::call,
+    on_gpu<qkv_cuda_linear>::call,
+    on_gpu<qkv_cuda_moe>::call,
+    on_gpu<qkv_cuda_head_linear>::call,
+    on_gpu<qkv_cuda_attention>::call,
+    on_gpu<qkv_cuda_norm_add>::call,
+    on_gpu<qkv_cuda_sample>::call,
+    on_gpu<qkv_cuda_copy_rows>::call,
+    on_gpu<qkv_cuda_divergence>::call,
+    on_gpu<qkv_cuda_sync>::call,
 };
 static_assert(sizeof table == (2 + 34) * sizeof(void *), "backend.h has another function");
 

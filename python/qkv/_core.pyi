@@ -164,7 +164,9 @@ class Engine:
         path: str,
         *,
         kv_formats: Sequence[Sequence[tuple[str, str]]],  # [n_lanes][n_layers] (k, v)
-        kv_tokens: int,  # per lane
+        # Per lane; or what says so when the weights are loaded, from the bytes that the device had
+        # left of memory of its own before that, and has now (0: it computes in the host's).
+        kv_tokens: int | Callable[[int, int], int],
         # [n_layers, 2 (K, V), n_kv_heads], for every lane, or [n_lanes, n_layers, 2, n_kv_heads].
         # For formats with a layer scale; others ignore it. None: 1.0. The engine never takes
         # the checkpoint's by itself.

@@ -57,7 +57,8 @@ class Engine:
         (a side file for this lane, or 1.0 whatever the checkpoint carries) and "name".
     kv_tokens, mem_fraction: the size of the KV pool, in tokens or as the fraction of the free
         memory that weights and cache may take. By default what max_running sequences can need, at
-        most a quarter of the memory that is free beside the weights. Layers with a window have a
+        most a quarter of the memory that is free beside the weights; on a GPU 0.85 of its memory,
+        seen when the weights are loaded. Layers with a window have a
         smaller pool, for the windows of max_running sequences.
     fp8_gemm_backend, fp4_gemm_backend: "auto", or a name of qkv info; info has what was taken.
     activation_quant: "checkpoint" as the checkpoint prescribes, "off" never; "int8" quantizes each
@@ -105,7 +106,7 @@ class Engine:
         options.one_of("compute_dtype", compute_dtype, ("bf16", "float32"))
         options.check_device(device)
         library = options.device_library(device)
-        options.check_pool_size(device, kv_tokens)
+        pools.check_size(kv_tokens, mem_fraction)
         options.one_of("schedule", schedule, ("offline", "fcfs"))
         options.check_arithmetic(
             device=device,
@@ -193,12 +194,12 @@ class Engine:
             max_running=-(-self._max_running // len(self._lanes)),
             chunk_tokens=chunk_tokens,
         )
-        self._kv_tokens = pools.tokens_of_engine(
+        size_pool = pools.sizing(
             pool,
             kv_tokens=kv_tokens,
             mem_fraction=mem_fraction,
             needed=self._max_running * (length + options.PAGE_TOKENS),
-            weights_bytes=sum(weights.n_bytes for weights in sets),
+            weights_bytes=sum(weights.n_bytes for weights in sets) if library is None else None,
         )
         self._lock = threading.RLock()
         self._seqs: dict[int, run.Seq] = {}
@@ -211,7 +212,7 @@ class Engine:
             self._core = _core.Engine(
                 self._path,
                 kv_formats=[lane.layers for lane in self._lanes],
-                kv_tokens=self._kv_tokens,
+                kv_tokens=size_pool,
                 kv_scales=self._scales.values,
                 query_dtype="fp8_e4m3" if query_dtype == "fp8_e4m3" else "bf16",
                 activation_quant=cast(Literal["off", "int8", "checkpoint"], activation_quant),
@@ -239,6 +240,7 @@ class Engine:
         asked = {"fp8_gemm_backend": fp8_gemm_backend, "fp4_gemm_backend": fp4_gemm_backend}
         dequantized = compute_dtype == "float32"
         counts = self._core.info
+        self._kv_tokens = int(counts["kv_tokens"])
         isa = counts["isa"]
         self._facts = self._weights.facts(counts, asked, dequantized, isa)
         self._prefill_facts = (

@@ -49,12 +49,6 @@ def backends() -> list[str]:
     return ["cpu", *(["cuda:0"] if gpu else [])]
 
 
-def check_pool_size(device: str, kv_tokens: int | None) -> None:
-    """What is left of a GPU's memory is not asked for, and the machine's says nothing of it."""
-    if device.startswith("cuda:") and kv_tokens is None:
-        raise ValueError(f"kv_tokens=None: must be given with device={device!r}")
-
-
 def device_library(device: str) -> str | None:
     """The backend that `device` names, a file beside the core module; None: it is in the module.
     "auto" is the CPU. UnsupportedError if this installation has no such file."""
@@ -63,7 +57,10 @@ def device_library(device: str) -> str | None:
     name = "_qkv_cuda_emulated.so" if device == "cuda-emulated" else "_qkv_cuda.so"
     path = Path(_core.__file__).with_name(name)
     if not path.is_file():
-        raise _core.UnsupportedError(f"device={device!r}: this installation has no {name}")
+        raise _core.UnsupportedError(
+            f"device={device!r}: this installation has no {name}: QKV_CUDA=1 pip install builds it "
+            "where nvcc is; device='cpu' does without"
+        )
     return str(path)
 
 

@@ -1,7 +1,9 @@
 """How many bytes a KV pool takes. Layers that see everything keep every token; of layers with a
 window, only what running sequences still see is kept, in a pool of their own (csrc/kv/window.h)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 
 from . import _core
@@ -69,44 +71,90 @@ def requests_in(
     return low, pool(low)
 
 
+#: Of a GPU's memory, for weights and cache; what is left is for steps.
+GPU_FRACTION = 0.85
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a device had left before the weights were loaded, and has after that."""
+
+    before: int
+    after: int
+    is_own: bool = False  # a GPU's: nothing else wants it
+
+    def __str__(self) -> str:
+        weights = max(self.before - self.after, 0)
+        return f"{self.before / 2**30:.2f} GiB are free, the weights take {weights / 2**30:.2f} GiB"
+
+
+def check_size(kv_tokens: int | None, mem_fraction: float | None) -> None:
+    """What an engine was asked for, whatever there is."""
+    if kv_tokens is not None and mem_fraction is not None:
+        raise ValueError("kv_tokens and mem_fraction both set the size of the KV pool: give one")
+    if kv_tokens is not None:
+        integer("kv_tokens", kv_tokens, PAGE_TOKENS)
+    if mem_fraction is None:
+        return
+    if isinstance(mem_fraction, bool) or not isinstance(mem_fraction, Real):
+        raise TypeError(f"mem_fraction={mem_fraction!r}: a number is needed")
+    if not 0.0 < mem_fraction <= 1.0:
+        raise ValueError(f"mem_fraction={mem_fraction}: must be in (0, 1]")
+
+
 def tokens_of_engine(
     pool: Pool,
+    memory: Memory,
     *,
     kv_tokens: int | None,
     mem_fraction: float | None,
     needed: int,
-    weights_bytes: int,
 ) -> int:
-    """Tokens of each lane's pool, whole pages. By default what the batch can need, at most a
-    quarter of the memory that the weights leave free."""
-    if kv_tokens is not None and mem_fraction is not None:
-        raise ValueError("kv_tokens and mem_fraction both set the size of the KV pool: give one")
-    free = free_memory()
+    """Tokens of each lane's pool, whole pages, of a size that check_size() has seen. By default, on
+    a CPU, what the batch can need, at most a quarter of the memory that the weights leave free."""
     if kv_tokens is not None:
-        tokens = integer("kv_tokens", kv_tokens, PAGE_TOKENS) // PAGE_TOKENS * PAGE_TOKENS
-        if pool.n_bytes(tokens) > free:
-            # The system would promise it and end the process when it is used.
+        tokens = kv_tokens // PAGE_TOKENS * PAGE_TOKENS
+        if pool.n_bytes(tokens) > memory.after:
+            # A system would promise it and end the process when it is used.
             raise MemoryError(
-                f"kv_tokens={kv_tokens}: {pool.n_bytes(tokens) / 2**30:.2f} GiB, "
-                f"{free / 2**30:.2f} GiB are free"
+                f"kv_tokens={kv_tokens}: {pool.n_bytes(tokens) / 2**30:.2f} GiB; {memory}: "
+                f"at most {pool.tokens_in(memory.after, tokens)} fit"
             )
         return tokens
+    if mem_fraction is None and memory.is_own:
+        mem_fraction = GPU_FRACTION
     if mem_fraction is None:
-        budget = max(free - weights_bytes, 0) // 4
+        budget = max(memory.after, 0) // 4
         most = needed
     else:
-        if isinstance(mem_fraction, bool) or not isinstance(mem_fraction, Real):
-            raise TypeError(f"mem_fraction={mem_fraction!r}: a number is needed")
-        if not 0.0 < mem_fraction <= 1.0:
-            raise ValueError(f"mem_fraction={mem_fraction}: must be in (0, 1]")
         # The fraction of the free memory for weights and cache together, as SGLang counts it.
-        budget = int(free * float(mem_fraction)) - weights_bytes
+        budget = memory.after - int(memory.before * (1.0 - float(mem_fraction)))
         most = 2**31 - PAGE_TOKENS if pool.token_bytes else needed
     tokens = pool.tokens_in(max(budget, 0), most)
     if tokens < PAGE_TOKENS:
         per_token = pool.token_bytes + pool.window_bytes
         raise MemoryError(
-            f"no room for a KV pool: {free / 2**30:.2f} GiB are free, the weights take "
-            f"{weights_bytes / 2**30:.2f} GiB, a token {per_token} bytes"
+            f"no room for a KV pool: {memory}, a token {per_token} bytes: a larger mem_fraction, "
+            "weights or a kv_cache_dtype of fewer bits"
         )
     return tokens
+
+
+def sizing(
+    pool: Pool,
+    *,
+    kv_tokens: int | None,
+    mem_fraction: float | None,
+    needed: int,
+    weights_bytes: int | None,
+) -> int | Callable[[int, int], int]:
+    """What _core.Engine takes as kv_tokens. With weights_bytes it is planned in the host's memory,
+    so that a pool that does not fit is said at once; None: a GPU's, which says what it has when the
+    weights are there."""
+    size = partial(
+        tokens_of_engine, pool, kv_tokens=kv_tokens, mem_fraction=mem_fraction, needed=needed
+    )
+    if weights_bytes is not None:
+        free = free_memory()
+        return size(Memory(free, free - weights_bytes))
+    return lambda before, now: size(Memory(before, now, is_own=True))

@@ -628,12 +628,12 @@ static void test_interrupted_loading(void)
     options.progress = stop_after;
     for (int n = 1; n <= 20; n += 19) {
         int n_left = n;
-        options.progress_ctx = &n_left;
+        options.callback_ctx = &n_left;
         CHECK_ERROR(qkv_engine_open(&err, &options, &engine), err, QKV_ERR_STATE, "interrupted");
         CHECK_EQ_INT(n_left, 0);
     }
     int n_left = 1000;
-    options.progress_ctx = &n_left;
+    options.callback_ctx = &n_left;
     CHECK_OK(qkv_engine_open(&err, &options, &engine), err);
     CHECK_EQ_INT(n_left, 1000 - 20); /* tensors of the model */
     qkv_engine_close(engine);
