@@ -54,7 +54,7 @@ const struct qkv_cuda_kv_layer *qkv_cuda_kv_host_layers(const struct qkv_kv *kv,
 /* What one attention operation is about; both of its kernels take it. */
 struct qkv_cuda_attn_params {
     struct qkv_cuda_batch batch;
-    const struct qkv_cuda_unit *units; /* [n_units] */
+    const struct qkv_cuda_unit *units; /* [n_units] of the launch */
     const float *q_in;                 /* [n_rows, q_stride], q of all heads */
     const float *kv;       /* [n_rows, kv_stride], k of all KV heads, then v unless latent */
     float *out;            /* [n_rows, n_heads * v_dim] */
@@ -74,8 +74,9 @@ struct qkv_cuda_attn_params {
     int32_t latent; /* norms are of the first v_dim channels, rope turns those after them */
     int32_t n_heads;
     int32_t n_kv_heads;
-    int32_t group;    /* heads of a slice: all that share a KV head, if they fit into a tile */
-    int32_t n_slices; /* n_heads / group */
+    int32_t group;       /* heads of a slice: all that share a KV head, if they fit into a tile */
+    int32_t n_slices;    /* n_heads / group */
+    int32_t tile_tokens; /* tokens of a tile */
     int32_t k_dim;
     int32_t v_dim;
     int32_t k_pad;

@@ -117,43 +117,53 @@ static int32_t n_split(const struct qkv_batch_seq *seq, int32_t group)
     return seq->n_rows <= tile_tokens(group) && n_chunks > 1 ? n_chunks : 0;
 }
 
-/* With units NULL it counts. */
+static void add_unit(struct qkv_cuda_plan *plan, struct qkv_cuda_unit *units,
+                     const struct qkv_cuda_unit &unit)
+{
+    if (units != NULL) {
+        units[plan->n_units] = unit;
+    }
+    plan->n_units++;
+}
+
+/* Sequences of several tiles first, if blocks have as many sets. With units NULL it counts. */
 static void cut_batch(const struct qkv_batch *batch, int32_t group, struct qkv_cuda_plan *plan,
                       struct qkv_cuda_unit *units)
 {
-    int32_t step = tile_tokens(group);
+    int32_t tile = tile_tokens(group);
     plan->n_units = 0;
     plan->n_parts = 0;
-    for (int32_t i = 0; i < batch->n_seqs; i++) {
-        const struct qkv_batch_seq *seq = &batch->seqs[i];
-        int32_t n_chunks = n_split(seq, group);
-        for (int32_t c = 0; c < n_chunks; c++) {
-            struct qkv_cuda_unit unit = {i, 0, seq->n_rows, c, plan->n_parts};
-            if (units != NULL) {
-                units[plan->n_units] = unit;
+    for (int shared = 1; shared >= 0; shared--) {
+        int32_t step = shared ? tile * plan->n_sets : tile;
+        for (int32_t i = 0; i < batch->n_seqs; i++) {
+            const struct qkv_batch_seq *seq = &batch->seqs[i];
+            if ((plan->n_sets > 1 && seq->n_rows > tile) != shared) {
+                continue;
             }
-            plan->n_units++;
-        }
-        plan->n_parts += n_chunks;
-        for (int32_t first = 0; n_chunks == 0 && first < seq->n_rows; first += step) {
-            int32_t n = seq->n_rows - first < step ? seq->n_rows - first : step;
-            struct qkv_cuda_unit unit = {i, first, n, -1, 0};
-            if (units != NULL) {
-                units[plan->n_units] = unit;
+            int32_t n_chunks = n_split(seq, group);
+            for (int32_t c = 0; c < n_chunks; c++) {
+                add_unit(plan, units, {i, 0, seq->n_rows, c, plan->n_parts});
             }
-            plan->n_units++;
+            plan->n_parts += n_chunks;
+            for (int32_t first = 0; n_chunks == 0 && first < seq->n_rows; first += step) {
+                int32_t n = seq->n_rows - first < step ? seq->n_rows - first : step;
+                add_unit(plan, units, {i, first, n, -1, 0});
+            }
         }
+        plan->n_shared = shared ? plan->n_units : plan->n_shared;
     }
 }
 
-/* Once a batch, unless layers differ in how many heads share one. */
-static enum qkv_status make_plan(struct qkv_error *err, struct qkv_device *dev, int32_t group)
+/* Once a batch, unless layers differ in how many heads share one, or in their size. */
+static enum qkv_status make_plan(struct qkv_error *err, struct qkv_device *dev, int32_t group,
+                                 int32_t n_sets)
 {
     struct qkv_cuda_plan *plan = &dev->plan;
-    if (plan->group == group) {
+    if (plan->group == group && plan->n_sets == n_sets) {
         return QKV_OK;
     }
     plan->group = 0;
+    plan->n_sets = n_sets;
     cut_batch(dev->batch, group, plan, NULL);
     size_t n_bytes = (size_t)plan->n_units * sizeof(struct qkv_cuda_unit);
     struct qkv_cuda_piece piece;
@@ -191,6 +201,7 @@ static struct qkv_cuda_attn_params describe(const struct qkv_device *dev,
     p.n_kv_heads = layer->n_kv_heads;
     p.group = slice_heads(args->n_heads / layer->n_kv_heads);
     p.n_slices = args->n_heads / p.group;
+    p.tile_tokens = tile_tokens(p.group);
     p.k_dim = layer->k.dim;
     p.v_dim = layer->v.dim;
     p.k_pad = layer->k.pad;
@@ -237,12 +248,56 @@ static enum qkv_status take_scratch(struct qkv_error *err, struct qkv_device *de
     return QKV_OK;
 }
 
+/* Units [first, end) of the plan. */
 template <class S>
-static enum qkv_status launch(struct qkv_error *err, struct qkv_device *dev, dim3 grid,
-                              const struct qkv_cuda_attn_params &p)
+static enum qkv_status launch(struct qkv_error *err, struct qkv_device *dev, int32_t first,
+                              int32_t end, struct qkv_cuda_attn_params p)
 {
+    dim3 grid((unsigned)(end - first), (unsigned)p.n_slices);
+    p.units += first;
     return qkv_cuda_launch(err, dev, "attend", attn::attend<S>, grid, dim3(S::THREADS),
                            attn::shared_bytes<S>(p), p);
+}
+
+typedef enum qkv_status (*launcher)(struct qkv_error *err, struct qkv_device *dev, int32_t first,
+                                    int32_t end, struct qkv_cuda_attn_params p);
+
+/* What computes heads of a size: units of one tile, and of n_sets, 1: there are none. */
+struct kernels {
+    launcher alone;
+    launcher shared;
+    int32_t n_sets;
+};
+
+/* With sets, a block must fit into the 99 KB of shared memory that every GPU has. */
+static struct kernels kernels_of(const struct qkv_cuda_kv_layer *layer)
+{
+    int32_t k = layer->k.pad;
+    int32_t v = layer->v.pad;
+    if (k > 256 || v > 256) {
+        return {launch<attn::wide>, NULL, 1};
+    }
+    if (k > 128 || v > 128) {
+        return {v > 128 ? launch<attn::middle> : launch<attn::narrow>, launch<attn::middle_sets>,
+                attn::middle_sets::SETS};
+    }
+    return {launch<attn::narrow>, launch<attn::narrow_sets>, attn::narrow_sets::SETS};
+}
+
+static enum qkv_status attend_bf16(struct qkv_error *err, struct qkv_device *dev,
+                                   const struct kernels *kernels,
+                                   const struct qkv_cuda_attn_params &p)
+{
+    const struct qkv_cuda_plan *plan = &dev->plan;
+    if (plan->n_shared > 0) {
+        QKV_TRY(kernels->shared(err, dev, 0, plan->n_shared, p));
+    }
+    QKV_TRY(kernels->alone(err, dev, plan->n_shared, plan->n_units, p));
+    if (plan->n_parts == 0) {
+        return QKV_OK;
+    }
+    dim3 grid((unsigned)plan->n_units, (unsigned)p.n_slices);
+    return qkv_cuda_launch(err, dev, "attn_combine", attn_combine, grid, dim3(128), 0, p);
 }
 
 enum qkv_status qkv_cuda_attention(struct qkv_error *err, struct qkv_device *dev,
@@ -257,20 +312,10 @@ enum qkv_status qkv_cuda_attention(struct qkv_error *err, struct qkv_device *dev
     }
     const struct qkv_cuda_kv_layer *layer = NULL;
     QKV_TRY(check_call(err, batch, args, &layer));
-    QKV_TRY(make_plan(err, dev, slice_heads(args->n_heads / layer->n_kv_heads)));
+    struct kernels kernels = kernels_of(layer);
+    QKV_TRY(make_plan(err, dev, slice_heads(args->n_heads / layer->n_kv_heads), kernels.n_sets));
     struct qkv_cuda_attn_params p = describe(dev, args, layer);
     QKV_TRY(take_scratch(err, dev, &p));
     QKV_TRY(qkv_cuda_kv_store(err, dev, &p));
-    if (p.q_f32 != NULL) {
-        return qkv_cuda_attend_f32(err, dev, &p);
-    }
-    dim3 grid((unsigned)dev->plan.n_units, (unsigned)p.n_slices);
-    bool is_wide = p.k_pad > 256 || p.v_pad > 256;
-    QKV_TRY((is_wide          ? launch<attn::wide>
-             : p.v_pad <= 128 ? launch<attn::narrow>
-                              : launch<attn::middle>)(err, dev, grid, p));
-    if (dev->plan.n_parts == 0) {
-        return QKV_OK;
-    }
-    return qkv_cuda_launch(err, dev, "attn_combine", attn_combine, grid, dim3(128), 0, p);
+    return p.q_f32 != NULL ? qkv_cuda_attend_f32(err, dev, &p) : attend_bf16(err, dev, &kernels, p);
 }

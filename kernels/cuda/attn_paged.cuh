@@ -1,9 +1,11 @@
 /* Attention over pages, prefill and decode alike: GQA, windows, softcaps, every KV format.
  *
- * A block of 4 warps is one tile of up to 16 query rows of one sequence and one KV head: tokens
- * times the heads that share it, or a slice of those where they are more than 16. Heads of more
- * than 256 channels have 8 warps and tiles of 32 keys, so that they fit into the 99 KB of shared
- * memory that every GPU has. Keys are taken in chunks of 256 by absolute position:
+ * A set of 4 warps has a tile of up to 16 query rows of one sequence and one KV head: tokens times
+ * the heads that share it, or a slice of those where they are more than 16. A block is one set, or
+ * for prompts several with tiles next to each other, which decode keys and values once for all.
+ * Heads of more than 256 channels have one of 8 warps and tiles of 32 keys, so that they fit into
+ * the 99 KB of shared memory that every GPU has. Keys are taken in chunks of 256 by absolute
+ * position:
  *   1. scores of the chunk: K comes in tiles of 64 keys, decoded to bf16 in shared memory; warp w
  *      has groups of 8 keys w, w + 4, ... (mma m16n8k16)
  *   2. weights: a row's maximum, exponentials rounded to bf16, and the sum of the rounded ones
@@ -13,10 +15,10 @@
  * output (part), and a second kernel does step 4, in the same order with the same operations. So a
  * row has the same bits in any batch, however its sequence was cut, and whether it was split.
  *
- * Keys that no row of the tile sees are not read; a key that only some see has weight zero for the
- * others, which adds nothing. Shared memory (words): q [16][k_pad / 2 + 4], scores [16][260]
- * floats, weights [16][132], a tile of K [64][k_pad / 2 + 4] or of V [32 pairs][v_pad + 8]. The odd
- * words keep the lanes of a fragment in 32 different banks. */
+ * Keys that no row of the block sees are not read; a key that only some see has weight zero for the
+ * others, which adds nothing. Shared memory (words): for each set q [16][k_pad / 2 + 4] and scores
+ * [16][260] floats, whose rows become their weights; a tile of K [64][k_pad / 2 + 4] or of V
+ * [32 pairs][v_pad + 8]. The odd words keep the lanes of a fragment in 32 different banks. */
 #ifndef QKV_CUDA_ATTN_PAGED_CUH
 #define QKV_CUDA_ATTN_PAGED_CUH
 
@@ -25,34 +27,50 @@
 namespace attn
 {
 
-enum { SCORE_STRIDE = QKV_CUDA_CHUNK + 4, WEIGHT_STRIDE = QKV_CUDA_CHUNK / 2 + 4 };
+enum { SCORE_STRIDE = QKV_CUDA_CHUNK + 4 };
 static_assert(QKV_CUDA_ROWS == 16, "rows of one mma");
 
-/* How a block is made: its warps, keys in shared memory at a time, groups of 8 channels of V that a
- * warp has. None of them changes a bit of what comes out. BLOCKS: that share a processor; left to
- * choose them, ptxas spills on sm_100a and sm_120a, and with 2 of the widest on all. */
-template <int WARPS_, int TILE_, int N_, int BLOCKS_> struct shape {
-    enum { WARPS = WARPS_, THREADS = WARPS * QKV_WARP, TILE = TILE_, N = N_, BLOCKS = BLOCKS_ };
+/* How a block is made: its sets and their warps, keys in shared memory at a time, groups of 8
+ * channels of V that a warp has. None of them changes a bit of what comes out. BLOCKS: that share a
+ * processor; left to choose them, ptxas spills on sm_100a and sm_120a, and with 2 of the widest on
+ * all. */
+template <int SETS_, int WARPS_, int TILE_, int N_, int BLOCKS_> struct shape {
+    enum { SETS = SETS_, WARPS = WARPS_, TILE = TILE_, N = N_, BLOCKS = BLOCKS_ };
+    enum { SET_THREADS = WARPS * QKV_WARP, THREADS = SETS * SET_THREADS };
     static_assert(QKV_CUDA_CHUNK % TILE == 0, "tiles do not straddle chunks");
     static_assert(TILE % QKV_PAGE_TOKENS == 0, "a tile is whole pages");
 };
 /* Heads up to 128 and 256 channels of V, and those of latent layers. */
-typedef shape<4, 64, 4, 3> narrow;
-typedef shape<4, 64, 8, 2> middle;
-typedef shape<8, 32, 8, 1> wide;
+typedef shape<1, 4, 64, 4, 3> narrow;
+typedef shape<1, 4, 64, 8, 2> middle;
+typedef shape<1, 8, 32, 8, 1> wide;
+/* The first two, of prompts. */
+typedef shape<4, 4, 32, 4, 1> narrow_sets;
+typedef shape<2, 4, 32, 8, 1> middle_sets;
 static_assert(8 * wide::WARPS * wide::N == QKV_CUDA_V_MAX, "all channels of V have a warp");
 
-/* Floats and words of a block's shared memory. */
+/* Floats and words of shared memory: a set's, but for the tile. */
 struct shared {
     uint32_t *q;       /* [16][q_stride] pairs of bf16 */
     float *scores;     /* [16][SCORE_STRIDE] */
-    uint32_t *weights; /* [16][WEIGHT_STRIDE] pairs of bf16 */
-    uint32_t *tile;
-    float *row_max; /* [16] of the chunk; so are the next two */
+    uint32_t *weights; /* the same memory: pairs of bf16 at the beginning of a row */
+    uint32_t *tile;    /* the block's */
+    float *row_max;    /* [16] of the chunk; so are the next two */
     float *row_sum;
     int32_t q_stride; /* of K's tile, too */
     int32_t v_stride;
 };
+
+/* Of the set. */
+template <class S> static __device__ __forceinline__ int32_t warp_now()
+{
+    return (int32_t)threadIdx.x / QKV_WARP % S::WARPS;
+}
+
+template <class S> static __device__ __forceinline__ int32_t thread_now()
+{
+    return (int32_t)threadIdx.x % S::SET_THREADS;
+}
 
 /* What a tile of queries is. */
 struct unit {
@@ -62,7 +80,6 @@ struct unit {
     int32_t kv_head;
     int32_t n_rows;
     int32_t first_pos;
-    int32_t n_tokens;
 };
 
 static __device__ __forceinline__ int32_t position_of(const struct qkv_cuda_attn_params &p,
@@ -153,7 +170,7 @@ static __device__ void load_queries(const struct qkv_cuda_attn_params &p, const 
                                     const struct shared &s, int32_t first_row)
 {
     int32_t words = p.k_pad / 2;
-    for (int32_t i = (int32_t)threadIdx.x; i < QKV_CUDA_ROWS * words; i += S::THREADS) {
+    for (int32_t i = thread_now<S>(); i < QKV_CUDA_ROWS * words; i += S::SET_THREADS) {
         int32_t row = i / words;
         uint32_t word = 0;
         if (row < u.n_rows) {
@@ -182,7 +199,7 @@ template <class S>
 static __device__ void score_tile(const struct qkv_cuda_attn_params &p, const struct shared &s,
                                   int32_t chunk, int32_t first)
 {
-    int32_t warp = (int32_t)threadIdx.x / QKV_WARP;
+    int32_t warp = warp_now<S>();
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
     for (int32_t n = warp; n < S::TILE / 8; n += S::WARPS) {
         float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -213,7 +230,7 @@ static __device__ void weigh(const struct qkv_cuda_attn_params &p, const struct 
 {
     enum { EACH = QKV_CUDA_CHUNK / QKV_WARP };
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
-    for (int32_t row = (int32_t)threadIdx.x / QKV_WARP; row < QKV_CUDA_ROWS; row += S::WARPS) {
+    for (int32_t row = warp_now<S>(); row < QKV_CUDA_ROWS; row += S::WARPS) {
         bool real = row < u.n_rows;
         int32_t position = position_of(p, u, row);
         int32_t begin = real ? qkv_cuda_first_key(p, position) - chunk : 0;
@@ -235,6 +252,7 @@ static __device__ void weigh(const struct qkv_cuda_attn_params &p, const struct 
             max = x[i] > max ? x[i] : max;
         }
         max = warp_max(max);
+        __syncwarp(); /* the row was read by all lanes */
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < EACH; i += 2) {
@@ -248,7 +266,7 @@ static __device__ void weigh(const struct qkv_cuda_attn_params &p, const struct 
                 sum += qkv_f32_from_bits(high_code << 16);
                 word = low_code | high_code << 16;
             }
-            s.weights[row * WEIGHT_STRIDE + i / 2 * 32 + lane] = word;
+            s.weights[row * SCORE_STRIDE + i / 2 * 32 + lane] = word;
         }
         sum = warp_sum(sum);
         if (lane == 0) {
@@ -265,11 +283,11 @@ static __device__ __forceinline__ void
 add_values(const struct qkv_cuda_attn_params &p, const struct shared &s, int32_t word,
            int32_t first_step, int32_t end_step, float o[S::N][4])
 {
-    int32_t warp = (int32_t)threadIdx.x / QKV_WARP;
+    int32_t warp = warp_now<S>();
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
     for (int32_t step = first_step; step < end_step; step++) {
         uint32_t a[4];
-        load_a(s.weights, WEIGHT_STRIDE, word + 8 * step, a);
+        load_a(s.weights, SCORE_STRIDE, word + 8 * step, a);
         const uint32_t *pair = s.tile + (8 * step + lane % 4) * s.v_stride + lane / 4;
 #pragma unroll
         for (int i = 0; i < S::N; i++) {
@@ -288,7 +306,7 @@ static __device__ void add_unusual(const struct qkv_cuda_attn_params &p, const s
                                    const struct shared &s, int32_t chunk, int32_t first,
                                    int32_t stop, float o[S::N][4])
 {
-    int32_t warp = (int32_t)threadIdx.x / QKV_WARP;
+    int32_t warp = warp_now<S>();
     int32_t lane = (int32_t)threadIdx.x % QKV_WARP;
     for (int32_t key = first; key < stop && key < first + S::TILE; key++) {
         const uint8_t *page = page_of(p, u, u.layer->v, key);
@@ -309,7 +327,7 @@ static __device__ void add_unusual(const struct qkv_cuda_attn_params &p, const s
                     uint32_t half = j % 2 == 0 ? pair & 0xffffu : pair >> 16;
                     if (is_unusual(half) && row < u.n_rows && key <= position &&
                         key >= qkv_cuda_first_key(p, position)) {
-                        uint32_t weights = s.weights[row * WEIGHT_STRIDE + (key - chunk) / 2];
+                        uint32_t weights = s.weights[row * SCORE_STRIDE + (key - chunk) / 2];
                         uint32_t weight = key % 2 == 0 ? weights << 16 : weights & 0xffff0000u;
                         o[i][j] += qkv_f32_from_bits(weight) * qkv_f32_from_bits(half << 16);
                     }
@@ -321,26 +339,32 @@ static __device__ void add_unusual(const struct qkv_cuda_attn_params &p, const s
 
 /* ---- one block ---- */
 
-static __device__ void lay_out(const struct qkv_cuda_attn_params &p, uint32_t *memory,
+/* Words of a set. */
+static __host__ __device__ __forceinline__ int32_t set_words(const struct qkv_cuda_attn_params &p)
+{
+    return QKV_CUDA_ROWS * (SCORE_STRIDE + 2 + p.k_pad / 2 + 4);
+}
+
+template <class S>
+static __device__ void lay_out(const struct qkv_cuda_attn_params &p, uint32_t *memory, int32_t set,
                                struct shared *s)
 {
     s->q_stride = p.k_pad / 2 + 4;
     s->v_stride = p.v_pad + 8;
-    s->scores = (float *)(void *)memory;
-    s->weights = memory + QKV_CUDA_ROWS * SCORE_STRIDE;
-    s->row_max = (float *)(void *)(s->weights + QKV_CUDA_ROWS * WEIGHT_STRIDE);
+    s->tile = memory + S::SETS * set_words(p);
+    s->weights = memory + set * set_words(p);
+    s->scores = (float *)(void *)s->weights;
+    s->row_max = s->scores + QKV_CUDA_ROWS * SCORE_STRIDE;
     s->row_sum = s->row_max + QKV_CUDA_ROWS;
     s->q = (uint32_t *)(void *)(s->row_sum + QKV_CUDA_ROWS);
-    s->tile = s->q + QKV_CUDA_ROWS * s->q_stride;
 }
 
 template <class S> static inline size_t shared_bytes(const struct qkv_cuda_attn_params &p)
 {
-    size_t q_stride = (size_t)p.k_pad / 2 + 4;
-    size_t keys = S::TILE * q_stride;
+    size_t keys = S::TILE * ((size_t)p.k_pad / 2 + 4);
     size_t values = S::TILE / 2 * ((size_t)p.v_pad + 8);
-    size_t words = QKV_CUDA_ROWS * (SCORE_STRIDE + WEIGHT_STRIDE + 2 + q_stride);
-    return (words + (keys > values ? keys : values)) * sizeof(uint32_t);
+    size_t words = S::SETS * (size_t)set_words(p) + (keys > values ? keys : values);
+    return words * sizeof(uint32_t);
 }
 
 /* Steps 1 to 3 of the chunk that begins at `chunk`; keys [begin, end) are seen by some row. */
@@ -394,8 +418,7 @@ static __device__ __forceinline__ float *part_of(const struct qkv_cuda_attn_para
         {                                                                                          \
             int32_t lane_ = (int32_t)threadIdx.x % QKV_WARP;                                       \
             int32_t row = lane_ / 4 + j / 2 * 8;                                                   \
-            int32_t channel =                                                                      \
-                8 * ((int32_t)threadIdx.x / QKV_WARP + S::WARPS * i) + lane_ % 4 * 2 + j % 2;      \
+            int32_t channel = 8 * (warp_now<S>() + S::WARPS * i) + lane_ % 4 * 2 + j % 2;          \
             if (channel < p.v_pad) {                                                               \
                 body                                                                               \
             }                                                                                      \
@@ -409,9 +432,10 @@ static __device__ void keep_part(const struct qkv_cuda_attn_params &p, const str
     float *to = part_of(p, part, slice);
     ATTN_FOR_OUTPUT({ to[row * p.v_pad + channel] = o[i][j]; })
     float *stats = to + QKV_CUDA_ROWS * p.v_pad;
-    if (threadIdx.x < QKV_CUDA_ROWS) {
-        stats[threadIdx.x] = s.row_max[threadIdx.x];
-        stats[QKV_CUDA_ROWS + threadIdx.x] = s.row_sum[threadIdx.x];
+    int32_t row = thread_now<S>();
+    if (row < QKV_CUDA_ROWS) {
+        stats[row] = s.row_max[row];
+        stats[QKV_CUDA_ROWS + row] = s.row_sum[row];
     }
 }
 
@@ -468,28 +492,31 @@ template <class S>
 __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) attend(const struct qkv_cuda_attn_params p)
 {
     QKV_DYNAMIC_SHARED(uint32_t, memory);
+    int32_t set = (int32_t)threadIdx.x / S::SET_THREADS;
     struct shared s;
-    lay_out(p, memory, &s);
+    lay_out<S>(p, memory, set, &s);
     const struct qkv_cuda_unit &cut = p.units[blockIdx.x];
+    int32_t left = cut.n_tokens - set * p.tile_tokens; /* none: the set only helps to decode */
+    int32_t first_token = cut.first_token + (left > 0 ? set * p.tile_tokens : 0);
     struct unit u;
     u.seq = &p.batch.seqs[cut.seq];
     u.layer = &p.batch.lanes[u.seq->lane][p.layer];
     u.slice = (int32_t)blockIdx.y;
     u.kv_head = u.slice / (p.n_slices / p.n_kv_heads);
-    u.n_tokens = cut.n_tokens;
-    u.n_rows = cut.n_tokens * p.group;
-    u.first_pos = u.seq->first_pos + cut.first_token;
-    int32_t first_row = u.seq->first_row + cut.first_token;
-    int32_t begin = qkv_cuda_first_key(p, u.first_pos);
-    int32_t end = u.first_pos + u.n_tokens;
+    u.n_rows = (left < 0 ? 0 : left < p.tile_tokens ? left : p.tile_tokens) * p.group;
+    u.first_pos = u.seq->first_pos + first_token;
+    int32_t first_row = u.seq->first_row + first_token;
+    int32_t first_pos = u.seq->first_pos + cut.first_token;
+    int32_t begin = qkv_cuda_first_key(p, first_pos);
+    int32_t end = first_pos + cut.n_tokens;
     float part[S::N][4];
     load_queries<S>(p, u, s, first_row);
     if (cut.chunk >= 0) {
         int32_t chunk = cut.chunk * QKV_CUDA_CHUNK;
         if (chunk + QKV_CUDA_CHUNK <= begin) { /* before the window: nothing, said as such */
-            if (threadIdx.x < QKV_CUDA_ROWS) {
-                s.row_max[threadIdx.x] = -INFINITY;
-                s.row_sum[threadIdx.x] = 0.0f;
+            if (thread_now<S>() < QKV_CUDA_ROWS) {
+                s.row_max[thread_now<S>()] = -INFINITY;
+                s.row_sum[thread_now<S>()] = 0.0f;
             }
 #pragma unroll
             for (int i = 0; i < S::N; i++) {

@@ -77,8 +77,9 @@ struct qkv_cuda_seq {
     int32_t is_long;    /* it turns by the second half of a rope's frequencies */
 };
 
-/* A tile of query tokens of one sequence. `chunk` >= 0: of the keys only this chunk, into the part
- * `part` + chunk; -1: all chunks one after the other. */
+/* Query tokens of one sequence: a tile, or as many next to each other as a block has sets. `chunk`
+ * >= 0: of the keys only this chunk, into the part `part` + chunk; -1: all chunks one after the
+ * other. */
 struct qkv_cuda_unit {
     int32_t seq;
     int32_t first_token;
@@ -127,8 +128,10 @@ struct qkv_cuda_steps;    /* steps.cuh */
 
 /* How attention cuts the current batch, once per shape of heads. */
 struct qkv_cuda_plan {
-    int32_t group; /* heads of a slice; 0: not made */
+    int32_t group;  /* heads of a slice; 0: not made */
+    int32_t n_sets; /* tiles of a block, where a sequence has more than one */
     int32_t n_units;
+    int32_t n_shared;                  /* of these, the first: units of several tiles */
     int32_t n_parts;                   /* chunks that are kept apart, of one slice */
     const struct qkv_cuda_unit *units; /* device [n_units] */
 };

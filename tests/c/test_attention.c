@@ -39,6 +39,7 @@ static const struct shape SHAPES[] = {
     {4, 2, 64, 64, 48, 0.0f, false, 32, QKV_ROPE_HALVES, true},
     {6, 2, 48, 32, 0, 4.0f, true, 12, QKV_ROPE_HALVES, true},
     {18, 1, 32, 32, 40, 0.0f, false, 16, QKV_ROPE_HALVES, true}, /* more than a GPU's tile has */
+    {2, 1, 160, 96, 24, 0.0f, false, 16, QKV_ROPE_HALVES, false},
 };
 enum { N_SHAPES = sizeof SHAPES / sizeof SHAPES[0] };
 
