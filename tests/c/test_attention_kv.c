@@ -503,28 +503,47 @@ static void test_lanes(void)
     free(rows);
 }
 
-/* A row that sees itself alone gives back its own value as it is stored: that is the scalar
- * codec's bit for bit in every instruction set, however the rows are cut. */
-static void test_stochastic_rounding_is_the_same_everywhere(void)
+/* A row that sees itself alone gives back its own value as it is stored: codes and scales are the
+ * scalar codec's bit for bit in every instruction set, however the rows are cut. Magnitudes go from
+ * what is flushed to what is clipped. */
+static void check_stored(const struct shape *s, const struct setup *setup, const float *rows,
+                         const float *out)
+{
+    enum qkv_kv_format format = setup->pair.v;
+    for (int32_t row = 0; row < N_TOKENS * N_HEADS; row++) {
+        int32_t head = row % N_HEADS / GROUP;
+        float scale = scale_of(format, V_SCALES, head);
+        uint8_t codes[MAX_HEAD_DIM * 4];
+        uint8_t scales[MAX_HEAD_DIM];
+        float x[MAX_HEAD_DIM];
+        struct qkv_kv_row_loss loss;
+        rounded_input(s, rows, row / N_HEADS, head, true, format, x);
+        qkv_kv_encode_row(format, x, s->v_dim, scale, codes, scales, &loss);
+        qkv_kv_decode_row(format, codes, scales, s->v_dim, x);
+        for (int32_t i = 0; i < s->v_dim; i++) {
+            CHECK_EQ_FLOAT(out[row * s->v_dim + i], x[i] * scale);
+        }
+    }
+}
+
+static void test_stored_values_are_the_codecs(void)
 {
     const struct shape s = {36, 20, 1};
     float *rows = random_rows(&s, N_TOKENS, 8);
     float *out = new_out(&s);
-    struct setup setup = {.pair = {QKV_KV_BF16_SR, QKV_KV_BF16_SR}};
+    for (int32_t t = 0; t < N_TOKENS; t++) {
+        float *values = rows + (t + 1) * row_dim(&s) - N_KV_HEADS * s.v_dim;
+        for (int32_t i = 0; i < N_KV_HEADS * s.v_dim; i++) {
+            values[i] = ldexpf(values[i], t % 31 - 15);
+        }
+    }
     for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
-        for (int run_index = 0; isa->usable() && run_index < 2; run_index++) {
-            setup.isa = isa->name;
-            setup.n_threads = 1 + run_index;
-            setup.chunk = run_index * 13;
-            setup.page_step = 1 + 2 * run_index;
+        for (int p = 0; isa->usable() && p < 2 * N_PAIRS; p++) {
+            struct setup setup = {.isa = isa->name, .pair = PAIRS[p / 2], .n_threads = 1 + p % 2};
+            setup.chunk = p % 2 * 13;
+            setup.page_step = 1 + p % 2 * 2;
             run(&s, &setup, rows, out, NULL);
-            for (int32_t i = 0; i < N_TOKENS * N_HEADS * s.v_dim; i++) {
-                int32_t row = i / s.v_dim;
-                float x[MAX_HEAD_DIM];
-                rounded_input(&s, rows, row / N_HEADS, row % N_HEADS / GROUP, true, QKV_KV_BF16_SR,
-                              x);
-                CHECK_EQ_FLOAT(out[i], x[i % s.v_dim]);
-            }
+            check_stored(&s, &setup, rows, out);
         }
     }
     free(rows);
@@ -716,6 +735,6 @@ static void test_odd_queries(void)
     free(out);
 }
 
-CHECK_MAIN(test_values, test_cuts, test_stochastic_rounding_is_the_same_everywhere,
+CHECK_MAIN(test_values, test_cuts, test_stored_values_are_the_codecs,
            test_later_tokens_do_not_matter, test_lanes, test_counts, test_histograms,
            test_odd_queries)
