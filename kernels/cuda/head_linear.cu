@@ -115,7 +115,7 @@ struct heads_params {
 };
 
 /* A block is a row, blockIdx.y a head. Channels that no matrix takes go to y as they are. */
-__global__ void __launch_bounds__(X_THREADS) heads_input(const struct heads_params p)
+__global__ void __launch_bounds__(X_THREADS, 8) heads_input(const struct heads_params p)
 {
     __shared__ float cells[QKV_WARP];
     int64_t row = blockIdx.x;

@@ -275,7 +275,7 @@ static __device__ void observe_head(const struct qkv_cuda_store &store, int32_t 
     }
 }
 
-__global__ void __launch_bounds__(STORE_WARPS *QKV_WARP)
+__global__ void __launch_bounds__(STORE_WARPS *QKV_WARP, 4)
     kv_store_rows(const struct qkv_cuda_attn_params p)
 {
     QKV_DYNAMIC_SHARED(float, shared);

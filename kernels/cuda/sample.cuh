@@ -385,7 +385,7 @@ static __device__ void report_top(const struct sample_params &p, const struct sa
     }
 }
 
-__global__ void __launch_bounds__(THREADS) sample_rows(const struct sample_params p)
+__global__ void __launch_bounds__(THREADS, 1) sample_rows(const struct sample_params p)
 {
     QKV_DYNAMIC_SHARED(struct shared, s);
     int64_t index = blockIdx.x;
