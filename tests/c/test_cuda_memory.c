@@ -10,7 +10,7 @@
 #include "kernel_backend.h"
 #include "tiny_engine.h"
 
-enum { N_PROMPT = 40, N_NEW = 4, STEP_KIB = 5, MOST_KIB = 1 << 20 };
+enum { N_PROMPT = 40, N_NEW = 4, N_MANY = 100, N_WARM = 3, STEP_KIB = 5, MOST_KIB = 1 << 20 };
 
 static struct qkv_error err;
 
@@ -51,33 +51,39 @@ static struct qkv_engine_options engine_options(const char *folder)
     return options;
 }
 
+static int64_t add_request(struct qkv_engine *engine, int32_t n_new)
+{
+    int32_t prompt[N_PROMPT];
+    int64_t id = 0;
+    for (int32_t i = 0; i < N_PROMPT; i++) {
+        prompt[i] = i * 7 % TINY_VOCAB;
+    }
+    struct qkv_gen_params params = {.tokens = prompt,
+                                    .n_tokens = N_PROMPT,
+                                    .max_tokens = n_new,
+                                    .ignore_eos = true,
+                                    .top_p = 1.0f,
+                                    .repetition_penalty = 1.0f,
+                                    .logprob_start = -1};
+    CHECK_OK(qkv_engine_add(&err, engine, &params, &id), err);
+    return id;
+}
+
 /* Tokens of one request by a device of so many KiB. A step that it has no room for is tried again
  * with more: how many were; -1 if the engine could not be opened. */
 static int run(const char *folder, int kib, int32_t tokens[N_NEW])
 {
     struct qkv_engine_options options = engine_options(folder);
     struct qkv_engine *engine = NULL;
-    int32_t prompt[N_PROMPT];
     int n_retried = 0;
     set_memory(kib);
     if (qkv_engine_open(&err, &options, &engine) != QKV_OK) {
         CHECK_EQ_INT(err.status, QKV_ERR_MEMORY);
         return -1;
     }
-    for (int32_t i = 0; i < N_PROMPT; i++) {
-        prompt[i] = i * 7 % TINY_VOCAB;
-    }
-    struct qkv_gen_params params = {.tokens = prompt,
-                                    .n_tokens = N_PROMPT,
-                                    .max_tokens = N_NEW,
-                                    .ignore_eos = true,
-                                    .top_p = 1.0f,
-                                    .repetition_penalty = 1.0f,
-                                    .logprob_start = -1};
+    int64_t id = add_request(engine, N_NEW);
     struct qkv_engine_step out = {0};
     const struct qkv_generation *result = NULL;
-    int64_t id = 0;
-    CHECK_OK(qkv_engine_add(&err, engine, &params, &id), err);
     for (int i = 0; i < 2 * N_NEW && out.n_finished == 0; i++) {
         if (qkv_engine_step(&err, engine, &out) != QKV_OK) {
             CHECK_EQ_INT(err.status, QKV_ERR_MEMORY);
@@ -123,4 +129,34 @@ static void test_memory_ends(void)
     tiny_remove(folder);
 }
 
-CHECK_MAIN(test_memory_ends)
+/* Once a step of its size was there, over pages that are new and come back. */
+static void test_a_step_takes_no_memory(void)
+{
+    char folder[64];
+    struct qkv_engine_info info;
+    struct qkv_engine_step out = {0};
+    uint64_t n_free = 0;
+    int n_steps = 0;
+    if (!is_emulated()) {
+        return;
+    }
+    tiny_write(folder, TINY_VOCAB);
+    struct qkv_engine_options options = engine_options(folder);
+    struct qkv_engine *engine = open_engine(&options);
+    for (int turn = 0; turn < 2; turn++) {
+        (void)add_request(engine, N_MANY);
+        (void)add_request(engine, N_MANY);
+        for (int n_finished = 0; n_finished < 2 && n_steps < 5 * N_MANY; n_steps++) {
+            CHECK_OK(qkv_engine_step(&err, engine, &out), err);
+            n_finished += out.n_finished;
+            qkv_engine_info(engine, &info);
+            n_free = n_steps < N_WARM ? info.device.free_bytes : n_free;
+            CHECK_EQ_INT(info.device.free_bytes, n_free);
+        }
+    }
+    CHECK(n_steps >= 2 * N_MANY);
+    qkv_engine_close(engine);
+    tiny_remove(folder);
+}
+
+CHECK_MAIN(test_memory_ends, test_a_step_takes_no_memory)
