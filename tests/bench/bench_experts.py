@@ -30,9 +30,12 @@ import time
 from pathlib import Path
 
 import numpy as np
-from bench_load import status_kib
 
 from qkv import Engine, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.bench_load import status_kib  # noqa: E402
 
 FORMATS = ("none", "fp8_block", "int4")
 INDEX = "model.safetensors.index.json"
