@@ -219,6 +219,22 @@ def test_multi_head_attention_and_lists_of_heads() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "n_kv_heads"),
+    [("LlamaForCausalLM", 64), ("Qwen2ForCausalLM", 32), ("Qwen3ForCausalLM", 32),
+     ("MistralForCausalLM", 8), ("SomethingElse", 64)],
+)  # fmt: skip
+def test_absent_kv_heads_are_the_class_default(name: str, n_kv_heads: int) -> None:
+    """The plan took as many as heads, the engine the class's default (test_arch_defaults.c)."""
+    config = {
+        "architectures": [name], "num_hidden_layers": 2, "hidden_size": 4096, "vocab_size": 100,
+        "num_attention_heads": 64, "intermediate_size": 96, "head_dim": 64,
+    }  # fmt: skip
+    assert kv_shape(config).layers == ((n_kv_heads, 64, 64),) * 2
+    null = {**config, "num_key_value_heads": None}
+    assert kv_shape(null).layers == ((64, 64, 64),) * 2
+
+
+@pytest.mark.parametrize(
     ("config", "n_bytes"),
     [
         ({"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2,

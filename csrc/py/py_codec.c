@@ -4,6 +4,7 @@
 #include "backend/backend.h"
 #include "base/threads.h"
 #include "kv/kv_formats.h"
+#include "model/config.h"
 #include "py/module.h"
 #include "py/npy.h"
 #include "py/py_matrices.h"
@@ -82,6 +83,28 @@ static PyObject *kv_row_bytes(PyObject *module, PyObject *args)
         return NULL;
     }
     return PyLong_FromSize_t(qkv_kv_row_bytes(format, dim));
+}
+
+static PyObject *parse_config(PyObject *module, PyObject *args)
+{
+    const char *text = NULL;
+    Py_ssize_t length = 0;
+    struct qkv_error err;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "s#:parse_config", &text, &length)) {
+        return NULL;
+    }
+    struct qkv_model_config *config = PyMem_Calloc(1, sizeof *config);
+    if (config == NULL) {
+        return PyErr_NoMemory();
+    }
+    if (qkv_model_config_parse(&err, text, (size_t)length, config) == QKV_OK) {
+        result = qkv_py_config(config);
+    } else {
+        (void)qkv_py_raise(qkv_py_state_of_module(module), &err);
+    }
+    PyMem_Free(config);
+    return result;
 }
 
 static PyObject *threads_available(PyObject *module, PyObject *unused)
@@ -224,6 +247,9 @@ PyMethodDef qkv_py_codec_methods[] = {
      "takes in the CPU backend, by its arithmetic (int8: of activations). format: a weight format, "
      "or what weights are quantized to (Engine's online).\n\nValueError: unknown format, one "
      "without a codec, dimensions that it refuses."},
+    {"parse_config", parse_config, METH_VARARGS,
+     "parse_config(text, /)\n--\n\nThe numbers of a config.json (as Checkpoint.model_config) from "
+     "its text alone; raises as loading would."},
     {"threads_available", threads_available, METH_NOARGS,
      "threads_available()\n--\n\nProcessors that this process may use: affinity and cgroup quota "
      "count."},

@@ -328,6 +328,9 @@ def window_tokens(window: int, kv_tokens: int, max_running: int, chunk_tokens: i
     """Tokens that the layers with windows (the largest of `window` tokens) hold beside a pool of
     kv_tokens, as an engine sizes it, with the blank page, which holds none."""
 
+def parse_config(text: str, /) -> dict[str, Any]:
+    """As Checkpoint.model_config, from the text of a config.json alone."""
+
 def threads_available() -> int: ...
 def simulate(
     requests: NDArray[np.int32],

@@ -169,7 +169,19 @@ def _layer_heads(config: Mapping[str, Any], n_layers: int, n_heads: int) -> list
         if len(given) != n_layers or not numbers:
             raise ValueError(f"config: num_key_value_heads {given!r:.60} for {n_layers} layers")
         return list(given)
-    return [_maybe(config, "num_key_value_heads") or n_heads] * n_layers
+    n_kv_heads = _maybe(config, "num_key_value_heads")
+    if "num_key_value_heads" not in config:
+        n_kv_heads = _class_kv_heads(config)
+    return [n_kv_heads or n_heads] * n_layers
+
+
+def _class_kv_heads(config: Mapping[str, Any]) -> int:
+    """What the config's class takes where the key is absent, as the engine reads it; 0 where it
+    reads no such config."""
+    try:
+        return int(_core.parse_config(json.dumps(dict(config)))["n_kv_heads"])
+    except (_core.Error, TypeError, ValueError):
+        return 0
 
 
 def kv_shape(config: Mapping[str, Any]) -> KvShape:
