@@ -115,8 +115,7 @@ struct qkv_attn_work {
  * dimension. What the attention kernel computes with ("operand pages"):
  *   bf16  K [dim/2][16 tokens][2 channels], V [8 token pairs][dim][2 tokens]
  *   f32   K [dim][16 tokens], V [16 tokens][dim]
- * A load function turns a stored page into an operand page and fetches the page that comes next
- * into the cache. */
+ * A load function turns a stored page into an operand page. */
 struct qkv_cpu_kv_codec {
     /* x / scale is encoded; what that clipped, flushed to zero, and max |x| go into *counts. NULL:
      * this format is not built. */
@@ -126,11 +125,11 @@ struct qkv_cpu_kv_codec {
                     struct qkv_kv_counts *counts);
     bool direct_bf16; /* a stored page is an operand page of the bf16 arithmetic */
     bool direct_f32;
-    void (*load_k_bf16)(const void *page, int32_t dim, const void *next,
-                        uint16_t *operand); /* NULL: no such path */
-    void (*load_v_bf16)(const void *page, int32_t dim, const void *next, uint16_t *operand);
-    void (*load_k_f32)(const void *page, int32_t dim, const void *next, float *operand);
-    void (*load_v_f32)(const void *page, int32_t dim, const void *next, float *operand);
+    /* NULL: no such path */
+    void (*load_k_bf16)(const void *page, int32_t dim, uint16_t *operand);
+    void (*load_v_bf16)(const void *page, int32_t dim, uint16_t *operand);
+    void (*load_k_f32)(const void *page, int32_t dim, float *operand);
+    void (*load_v_f32)(const void *page, int32_t dim, float *operand);
 };
 
 /* Log-sum-exp of a row and what else one pass gives. */

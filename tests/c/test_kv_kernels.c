@@ -33,19 +33,19 @@ static void load(const struct qkv_cpu_kv_codec *codec, const uint8_t *k, const u
                  int32_t dim, struct operands *out)
 {
     if (codec->store_v == NULL) { /* of latent layers, whose V is in K */
-        codec->load_k_bf16(k, dim, k, out->k16);
-        codec->load_k_f32(k, dim, k, out->k32);
+        codec->load_k_bf16(k, dim, out->k16);
+        codec->load_k_f32(k, dim, out->k32);
         return;
     }
     if (codec->direct_bf16) {
         memcpy(out->k16, k, (size_t)(PAGE * dim) * 2);
         memcpy(out->v16, v, (size_t)(PAGE * dim) * 2);
     } else {
-        codec->load_k_bf16(k, dim, k, out->k16);
-        codec->load_v_bf16(v, dim, v, out->v16);
+        codec->load_k_bf16(k, dim, out->k16);
+        codec->load_v_bf16(v, dim, out->v16);
     }
-    codec->load_k_f32(k, dim, k, out->k32);
-    codec->load_v_f32(v, dim, v, out->v32);
+    codec->load_k_f32(k, dim, out->k32);
+    codec->load_v_f32(v, dim, out->v32);
 }
 
 /* Channel i of token t in each of the operand pages is `x`. */

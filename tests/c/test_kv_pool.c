@@ -55,8 +55,8 @@ static void test_page_layout(void)
             f32->store_v(v32, slot, x, DIM, 1.0f, &counts);
             CHECK_EQ_FLOAT(counts.amax, amax);
         }
-        bf16->load_k_f32(k16, DIM, k16, k_load);
-        bf16->load_v_f32(v16, DIM, v16, v_load);
+        bf16->load_k_f32(k16, DIM, k_load);
+        bf16->load_v_f32(v16, DIM, v_load);
         for (int slot = 0; slot < PAGE; slot++) {
             for (int i = 0; i < DIM; i++) {
                 float x = sinf((float)(slot * DIM + i)) * 50.0f;
