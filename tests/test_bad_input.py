@@ -142,6 +142,24 @@ def test_a_tensor_too_many(tiny: Callable[..., Path], tmp_path: Path, name: str)
         load(folder)
 
 
+@pytest.mark.parametrize("compute_dtype", ["bf16", "float32"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_a_weight_that_is_not_finite(
+    tiny: Callable[..., Path], tmp_path: Path, dtype: str, value: float, compute_dtype: str
+) -> None:
+    """Such weights loaded without a word, and every logit was NaN."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = make_tiny.make_tensors(config, 0)
+    tensors[name][3, 5] = value
+    make_tiny.write_safetensors(folder / "model.safetensors", tensors, dtype)
+    with pytest.raises(qkv.CheckpointError, match=re.escape(f"{name}: row 3, column 5 is ")):
+        qkv.Engine(folder, threads=1, kv_tokens=64, compute_dtype=compute_dtype).close()
+
+
 def test_every_prefix_of_a_gguf_header(tiny: Callable[..., Path], tmp_path: Path) -> None:
     """A file cut anywhere in its head is an error, wherever the cut falls."""
     whole = tmp_path / "whole.gguf"

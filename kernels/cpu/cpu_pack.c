@@ -4,6 +4,7 @@
  * vector code; then the words of the columns are interleaved. */
 #include "cpu_pack.h"
 
+#include <math.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <string.h>
@@ -44,6 +45,7 @@ struct piece {
     size_t piece_bytes;         /* of a row */
     size_t first;               /* elements [first, first + n) of each column */
     size_t n;
+    bool not_finite;                         /* one of the values, if they were looked at */
     size_t stride;                           /* words of a full piece in a row, and one */
     uint32_t words[QKV_PANEL * (PIECE + 1)]; /* [column][stride] */
 };
@@ -216,10 +218,21 @@ void qkv_cpu_split_value(float value, uint16_t *high, uint16_t *low)
     *low = qkv_bf16_from_f32(value - qkv_bf16_to_f32(h));
 }
 
-static void row_of_values(const struct piece *p, int64_t row, uint32_t *out)
+/* The piece's values of a row. */
+static void read_values(struct piece *p, int64_t row, float *values)
+{
+    uint32_t tops = 0; /* an exponent of all ones and one more is the top bit */
+    qkv_matrix_values(p->task->matrix, row, (int64_t)p->first, (int64_t)p->n, values);
+    for (size_t k = 0; k < p->n; k++) {
+        tops |= (qkv_f32_bits(values[k]) & 0x7f800000u) + 0x00800000u;
+    }
+    p->not_finite = p->not_finite || tops >> 31 != 0;
+}
+
+static void row_of_values(struct piece *p, int64_t row, uint32_t *out)
 {
     float values[PIECE + 1];
-    qkv_matrix_values(p->task->matrix, row, (int64_t)p->first, (int64_t)p->n, values);
+    read_values(p, row, values);
     if (p->w->pack == QKV_PACK_F32) {
         memcpy(out, values, p->n * sizeof *values);
         return;
@@ -232,26 +245,23 @@ static void row_of_values(const struct piece *p, int64_t row, uint32_t *out)
     }
 }
 
-static void row_of_bf16(const struct piece *p, int64_t row, const uint8_t *stored, uint32_t *out)
+/* Of bf16, or exact in it. */
+static void row_of_bf16(struct piece *p, int64_t row, uint32_t *out)
 {
-    out[p->n / 2] = 0; /* K may be odd */
-    if (p->task->matrix->format == QKV_FORMAT_BF16) {
-        memcpy(out, stored, p->n * sizeof(uint16_t));
-        return;
-    }
     float values[PIECE];
     uint16_t *halves = (uint16_t *)(void *)out;
-    qkv_matrix_values(p->task->matrix, row, (int64_t)p->first, (int64_t)p->n, values);
+    out[p->n / 2] = 0; /* K may be odd */
+    read_values(p, row, values);
     for (size_t k = 0; k < p->n; k++) {
-        halves[k] = qkv_bf16_from_f32(values[k]); /* exact */
+        halves[k] = (uint16_t)(qkv_f32_bits(values[k]) >> 16);
     }
 }
 
-static void pack_row(struct piece *p, size_t column, int64_t row, const uint8_t *stored)
+static void pack_row(struct piece *p, size_t column, int64_t row)
 {
     uint32_t *out = p->words + column * p->stride;
     if (p->w->pack == QKV_PACK_BF16) {
-        row_of_bf16(p, row, stored, out);
+        row_of_bf16(p, row, out);
     } else if (p->w->pack == QKV_PACK_F32 || p->w->pack == QKV_PACK_BF16X2) {
         row_of_values(p, row, out);
     } else {
@@ -381,7 +391,7 @@ static void pack_piece(struct piece *p, size_t panel, size_t n_columns)
     for (size_t c = 0; c < n_columns; c++) {
         row[c] = p->row[c] == NULL ? NULL : p->row[c] + p->first / PIECE * p->piece_bytes;
         if (kernel == NULL) {
-            pack_row(p, c, (int64_t)(panel * QKV_PANEL + c), row[c]);
+            pack_row(p, c, (int64_t)(panel * QKV_PANEL + c));
         }
     }
     if (kernel == NULL) {
@@ -395,6 +405,7 @@ static void pack_piece(struct piece *p, size_t panel, size_t n_columns)
         .first = p->first,
         .n = p->n,
         .offset = (uint32_t)(p->w->bytes ? qkv_cpu_byte_offset(p->w->pack) : -p->w->lowest),
+        .not_finite = &p->not_finite,
     });
 }
 
@@ -449,6 +460,7 @@ struct line {
     const struct qkv_pack_task *tasks; /* [n] */
     size_t n;
     atomic_size_t next; /* the first share that nobody has */
+    atomic_size_t bad;  /* the first task with values that are not finite, n: none */
 };
 
 static size_t share_panels(const struct qkv_weight *w)
@@ -491,6 +503,40 @@ static void pack_share(struct piece *p, size_t share)
     release_rows(p->task->matrix, begin, end);
 }
 
+/* Whether its elements are bf16, f16 or fp32. */
+static bool is_of_floats(const struct qkv_matrix *matrix)
+{
+    return matrix->format != QKV_FORMAT_COUNT && qkv_format_traits(matrix->format)->group == 0;
+}
+
+static void note_bad(struct line *line, size_t task)
+{
+    size_t bad = atomic_load(&line->bad);
+    while (task < bad && !atomic_compare_exchange_weak(&line->bad, &bad, task)) {
+    }
+}
+
+/* The error that names the first value that is not finite. */
+static enum qkv_status fail_not_finite(struct qkv_error *err, const struct qkv_matrix *matrix)
+{
+    const char *name = matrix->name != NULL ? matrix->name : "weight";
+    float values[PIECE];
+    for (int64_t row = 0; row < matrix->n_out; row++) {
+        for (int64_t k = 0; k < matrix->k_in; k++) {
+            if (k % PIECE == 0) {
+                int64_t left = matrix->k_in - k;
+                qkv_matrix_values(matrix, row, k, left < PIECE ? left : PIECE, values);
+            }
+            if (!isfinite(values[k % PIECE])) {
+                return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                                "%s: row %lld, column %lld is %g, must be finite", name,
+                                (long long)row, (long long)k, (double)values[k % PIECE]);
+            }
+        }
+    }
+    return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: a value is not finite", name);
+}
+
 static void pack_line(void *ctx, size_t begin, size_t end, int thread)
 {
     struct line *line = ctx;
@@ -512,7 +558,11 @@ static void pack_line(void *ctx, size_t begin, size_t end, int thread)
         p.task = &line->tasks[i];
         p.w = p.task->w;
         p.stride = PIECE * qkv_cpu_code_bits(p.w->pack) / 32 + 1;
+        p.not_finite = false;
         pack_share(&p, share - before);
+        if (p.not_finite && is_of_floats(p.task->matrix)) {
+            note_bad(line, i);
+        }
     }
 }
 
@@ -522,5 +572,8 @@ enum qkv_status qkv_cpu_pack(struct qkv_error *err, struct qkv_threads *threads,
 {
     struct line line = {.ops = ops, .tasks = tasks, .n = n};
     atomic_init(&line.next, 0);
-    return qkv_threads_run_all(err, threads, pack_line, &line);
+    atomic_init(&line.bad, n);
+    QKV_TRY(qkv_threads_run_all(err, threads, pack_line, &line));
+    const size_t bad = atomic_load(&line.bad);
+    return bad < n ? fail_not_finite(err, tasks[bad].matrix) : QKV_OK;
 }

@@ -27,7 +27,8 @@ int qkv_cpu_byte_offset(enum qkv_pack pack);
  * finite; an infinity or NaN is the high term alone. */
 void qkv_cpu_split_value(float value, uint16_t *high, uint16_t *low);
 
-/* Packs matrices, tasks [n]: threads take shares of them until none is left. */
+/* Packs matrices, tasks [n]: threads take shares of them until none is left. A bf16, f16 or fp32
+ * that is not finite is an error; a scale that is not makes results NaN. */
 enum qkv_status qkv_cpu_pack(struct qkv_error *err, struct qkv_threads *threads,
                              const struct qkv_cpu_gemm_ops *ops, const struct qkv_pack_task *tasks,
                              size_t n);

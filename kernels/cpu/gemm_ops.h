@@ -62,7 +62,8 @@ struct qkv_cpu_rows {
     uint8_t *panel;
     size_t first; /* elements [first, first + n) along K, whole blocks (bf16: units) */
     size_t n;
-    uint32_t offset; /* what the layout adds to a code */
+    uint32_t offset;  /* what the layout adds to a code */
+    bool *not_finite; /* becomes true if one of bf16's values is not finite */
 };
 
 struct qkv_cpu_gemm_ops {

@@ -231,7 +231,7 @@ static void check_weight(struct qkv_device *dev, const struct matrix *m, struct 
     qkv_cpu_backend()->weight_destroy(dev, w);
 }
 
-/* Bits of F16 and F32 as any bytes would hold infinities and NaN. */
+/* Any bytes would hold infinities and NaN. */
 static void tame(struct matrix *m)
 {
     size_t step = m->format == QKV_FORMAT_F32 ? 4 : 2;
@@ -245,7 +245,7 @@ static struct matrix tame_matrix(enum qkv_format format, const int32_t *size)
 {
     const struct qkv_format_traits *traits = qkv_format_traits(format);
     struct matrix m = random_matrix(format, size[0], size[1] * traits->block_elems);
-    if (traits->code == QKV_CODE_BF16X2) {
+    if (traits->group == 0) {
         tame(&m);
     }
     return m;
@@ -325,6 +325,66 @@ static void test_kernels(void)
     }
 }
 
+/* Puts bits that are not finite into element k of a row; of a sound matrix and this one, the second
+ * is refused. */
+static void check_refused(struct qkv_device *dev, struct matrix *m, int32_t row, int32_t k,
+                          uint32_t bits)
+{
+    const size_t width = m->format == QKV_FORMAT_F32 ? 4 : 2;
+    const size_t stored_row = (size_t)m->row_index[row];
+    uint8_t *at = m->blocks + stored_row * m->row_bytes + (size_t)k * width;
+    uint8_t kept[4];
+    char place[64];
+    struct qkv_weight *w[2] = {NULL, NULL};
+    struct qkv_matrix descs[2] = {describe(m), describe(m)};
+    descs[0].row_index = NULL;
+    descs[0].n_out = (int64_t)stored_row; /* those stored before it */
+    descs[1].name = "second";
+    memcpy(kept, at, width);
+    memcpy(at, &bits, width); /* little-endian */
+    (void)snprintf(place, sizeof place, "second: row %d, column %d is ", row, k);
+    const size_t sound = stored_row == 0 ? 1 : 0; /* no rows are no matrix */
+    CHECK_ERROR(qkv_cpu_backend()->weights_create(&err, dev, descs + sound, 2 - sound, w), err,
+                QKV_ERR_CHECKPOINT, place);
+    CHECK(w[0] == NULL && w[1] == NULL);
+    memcpy(at, kept, width);
+}
+
+/* In full panels and the last, in the first and the last word, in either half of one. */
+static void test_not_finite(void)
+{
+    static const struct {
+        enum qkv_format format;
+        uint32_t bits[3]; /* an infinity, the least NaN, the last */
+    } cases[] = {
+        {QKV_FORMAT_BF16, {0xff80u, 0x7f81u, 0xffffu}},
+        {QKV_FORMAT_F16, {0x7c00u, 0xfc01u, 0x7fffu}},
+        {QKV_FORMAT_F32, {0x7f800000u, 0xff800001u, 0xffffffffu}},
+    };
+    static const int32_t places[][2] = {{0, 0}, {5, 511}, {17, 256}, {31, 13}, {32, 1}, {39, 519}};
+    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+        for (int f32 = 0; isa->usable() && f32 < 2; f32++) {
+            struct qkv_device *dev = open_device(f32 ? QKV_COMPUTE_F32 : QKV_COMPUTE_BF16,
+                                                 QKV_ACTIVATIONS_BF16, isa->name);
+            for (size_t f = 0; f < sizeof cases / sizeof *cases; f++) {
+                const int32_t size[] = {40, 520};
+                struct matrix m = tame_matrix(cases[f].format, size);
+                for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+                    for (int b = 0; b < 3; b++) {
+                        check_refused(dev, &m, places[i][0], places[i][1], cases[f].bits[b]);
+                    }
+                }
+                const struct qkv_matrix desc = describe(&m);
+                struct qkv_weight *w = NULL; /* nothing is left of what was refused */
+                CHECK_OK(qkv_cpu_backend()->weights_create(&err, dev, &desc, 1, &w), err);
+                check_weight(dev, &m, w);
+                free_matrix(&m);
+            }
+            qkv_cpu_backend()->close(dev);
+        }
+    }
+}
+
 /* All formats in one call, the largest matrix in more than one share of the work: threads take from
  * one line, so an error there leaves panels empty or packs them into a neighbour. */
 static void test_many(void)
@@ -363,4 +423,4 @@ static void test_many(void)
     cpu->close(dev);
 }
 
-CHECK_MAIN(test_bf16, test_f32, test_byte_layout, test_kernels, test_many)
+CHECK_MAIN(test_bf16, test_f32, test_byte_layout, test_kernels, test_many, test_not_finite)
