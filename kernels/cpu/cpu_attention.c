@@ -2,8 +2,8 @@
  *
  * One parallel region with two phases: all threads write the keys and values of the batch's rows
  * into the cache; after a barrier they attend. Units of the first phase are the tokens of one page
- * (so that no two threads write to one page), units of the second are (sequence, KV head, up to 16
- * tokens at positions between two multiples of 16). Each thread takes a contiguous part of the
+ * (so that no two threads write to one page), units of the second are (sequence, KV head, up to 32
+ * tokens at positions between two multiples of 32). Each thread takes a contiguous part of the
  * units, cut by their estimated cost. Where that falls into a unit of one token with many keys, the
  * unit itself is cut, between two segments of its keys: then a third phase combines what the
  * segments left, in the order in which one thread would have. No result depends on the cuts. */
@@ -91,10 +91,11 @@ static enum qkv_status check_call(struct qkv_error *err, const struct qkv_batch 
 
 /* ---- the plan ---- */
 
-static int32_t unit_tokens(int32_t group)
+static int32_t unit_tokens(const struct qkv_attn_call *call)
 {
+    const int32_t most = call->latent ? QKV_ATTN_LATENT_ROWS : QKV_ATTN_ROWS;
     int32_t n_tokens = QKV_ATTN_TOKENS;
-    while (n_tokens > 1 && n_tokens * group > QKV_ATTN_ROWS) {
+    while (n_tokens > 1 && n_tokens * call->group > most) {
         n_tokens /= 2;
     }
     return n_tokens;
@@ -127,7 +128,7 @@ static void cut_groups(struct plan *plan, const struct qkv_batch *batch)
     for (int32_t next = 1; next <= call->n_heads && call->n_heads / next >= LEAST; next++) {
         size_t n_units = (size_t)n * (size_t)batch->n_rows;
         bool few = n_units < 4 * plan->n_threads && n_units % plan->n_threads != 0;
-        if (call->n_heads % next == 0 && (call->n_heads / n > QKV_ATTN_ROWS || few)) {
+        if (call->n_heads % next == 0 && (call->n_heads / n > QKV_ATTN_LATENT_ROWS || few)) {
             n = next;
         }
     }
@@ -210,7 +211,7 @@ static void cut_units(struct plan *plan)
 
 static void fill_units(struct plan *plan, const struct qkv_batch *batch, int32_t layer)
 {
-    int32_t n_tokens = unit_tokens(plan->call.group);
+    int32_t n_tokens = unit_tokens(&plan->call);
     size_t n_stores = 0;
     size_t n_attends = 0;
     for (int32_t i = 0; i < batch->n_seqs; i++) {
@@ -310,8 +311,7 @@ static void carve_plan(struct carver *carver, struct plan *plan, const struct qk
         int32_t n = (batch->seqs[i].first_pos + batch->seqs[i].n_rows - 1) / QKV_ATTN_SEGMENT + 1;
         n_segments = n > n_segments ? n : n_segments;
         n_stores += n_cuts(&batch->seqs[i], QKV_PAGE_TOKENS);
-        n_attends +=
-            n_cuts(&batch->seqs[i], unit_tokens(plan->call.group)) * (size_t)plan->n_groups;
+        n_attends += n_cuts(&batch->seqs[i], unit_tokens(&plan->call)) * (size_t)plan->n_groups;
     }
     plan->seqs = carve(carver, (size_t)batch->n_seqs * sizeof *plan->seqs);
     plan->stores = carve(carver, n_stores * sizeof *plan->stores);
@@ -435,7 +435,7 @@ enum qkv_status qkv_cpu_attention(struct qkv_error *err, struct qkv_device *dev,
     };
     fill_call(&plan.call, &batch->lanes[batch->seqs[0].lane]->layers[args->layer].desc, args);
     cut_groups(&plan, batch);
-    plan.max_rows = (size_t)(unit_tokens(plan.call.group) * plan.call.group);
+    plan.max_rows = (size_t)(unit_tokens(&plan.call) * plan.call.group);
 
     struct carver carver = {NULL, 0};
     struct qkv_attn_work counted;

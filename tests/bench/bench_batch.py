@@ -38,12 +38,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.bench_decode import build_limits  # noqa: E402
 
-# Functions by what they do, the first that matches; all others are what a step costs besides.
+# Functions by what they do, the first that matches; all others are what a step costs besides:
+# scheduling, Python and the binding. In a step only attention copies and clears rows.
 PARTS = {
     "clearing": r"clear_page",
-    "gemm": r"direct_|tile_|q8_|decode_|gemm|run_tiles|finish$|linear_thread",
+    "gemm": r"direct_|tile_|q8_|decode_|gemm|run_tiles|finish$|finish_cells|linear_thread",
     "activations": r"pack_|quantize_|prologue|norm_|activate",
-    "attention": r"attn|attend|attention|qk_|pv_|rope|head_|kv_|store_",
+    "attention": r"att|[qp][kv]_|rope|head_|kv_|store_|put_rows|combine|memmove|memset",
     "sampling": r"sample|logits_|argmax|choose|top_tokens|sift",
     "waiting": r"gate_|barrier|futex|switch|spin",
 }
