@@ -20,7 +20,7 @@ enum {
     QKV_ATTN_TILE_ROWS = 8,  /* query rows that go through a segment together, at most */
     QKV_ATTN_TILE_PAGES = 4, /* decoded at a time for one tile: 16 KiB of bf16 in 128 channels */
     /* Most query rows (tokens x heads that share a KV head) of a unit of work, unless one token
-     * alone has more. Many share a decoded page; of a latent layer fewer, whose outputs are wide. */
+     * alone has more. Many share a decoded page; a latent layer has fewer, with wide outputs. */
     QKV_ATTN_ROWS = 128,
     QKV_ATTN_LATENT_ROWS = 64,
     QKV_ATTN_TOKENS = 32, /* most tokens of a unit; divides QKV_ATTN_SEGMENT */
