@@ -42,9 +42,9 @@ from bench.bench_decode import build_limits  # noqa: E402
 # scheduling, Python and the binding. In a step only attention copies and clears rows.
 PARTS = {
     "clearing": r"clear_page",
+    "attention": r"att|^qk_|^pv_|rope|^kv_|^store|prepare_head|put_rows|combine|memmove|memset",
     "gemm": r"direct_|tile_|q8_|decode_|gemm|run_tiles|finish$|finish_cells|linear_thread",
     "activations": r"pack_|quantize_|prologue|norm_|activate",
-    "attention": r"att|[qp][kv]_|rope|head_|kv_|store_|put_rows|combine|memmove|memset",
     "sampling": r"sample|logits_|argmax|choose|top_tokens|sift",
     "waiting": r"gate_|barrier|futex|switch|spin",
 }
