@@ -26,6 +26,7 @@ enum {
     QKV_ATTN_TOKENS = 32, /* most tokens of a unit; divides QKV_ATTN_SEGMENT */
     QKV_ATTN_PAD = 16     /* channels of a head are stored padded with zeros to a multiple of it */
 };
+_Static_assert(QKV_ATTN_SEGMENT % QKV_ATTN_TOKENS == 0, "a unit's tokens are of one segment");
 
 struct qkv_cpu_kv_layer;
 

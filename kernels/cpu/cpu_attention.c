@@ -2,11 +2,12 @@
  *
  * One parallel region with two phases: all threads write the keys and values of the batch's rows
  * into the cache; after a barrier they attend. Units of the first phase are the tokens of one page
- * (so that no two threads write to one page), units of the second are (sequence, KV head, up to 32
- * tokens at positions between two multiples of 32). Each thread takes a contiguous part of the
- * units, cut by their estimated cost. Where that falls into a unit of one token with many keys, the
- * unit itself is cut, between two segments of its keys: then a third phase combines what the
- * segments left, in the order in which one thread would have. No result depends on the cuts. */
+ * (so that no two threads write to one page), units of the second are (sequence, KV head, up to
+ * QKV_ATTN_TOKENS tokens at positions between two multiples of their number). Each thread takes a
+ * contiguous part of the units, cut by their estimated cost. Where that falls into a unit of one
+ * token with many keys, the unit itself is cut, between two segments of its keys: then a third
+ * phase combines what the segments left, in the order in which one thread would have. No result
+ * depends on the cuts. */
 #include <string.h>
 
 #include "base/mem.h"
@@ -36,7 +37,8 @@ struct plan {
     size_t n_observed; /* sequences whose pool is */
     size_t n_stores;
     size_t n_attends;
-    int32_t n_groups; /* of query heads */
+    int32_t n_groups;    /* of query heads */
+    int32_t unit_tokens; /* of a unit, at most */
     size_t n_splits;
     size_t *piece_cut; /* [n_threads + 1]: first piece of each thread */
     size_t n_threads;
@@ -91,16 +93,6 @@ static enum qkv_status check_call(struct qkv_error *err, const struct qkv_batch 
 
 /* ---- the plan ---- */
 
-static int32_t unit_tokens(const struct qkv_attn_call *call)
-{
-    const int32_t most = call->latent ? QKV_ATTN_LATENT_ROWS : QKV_ATTN_ROWS;
-    int32_t n_tokens = QKV_ATTN_TOKENS;
-    while (n_tokens > 1 && n_tokens * call->group > most) {
-        n_tokens /= 2;
-    }
-    return n_tokens;
-}
-
 /* Tokens up to the next position that is a multiple of `step`. */
 static int32_t next_cut(const struct qkv_attn_seq *seq, int32_t begin, int32_t step)
 {
@@ -134,6 +126,24 @@ static void cut_groups(struct plan *plan, const struct qkv_batch *batch)
     }
     plan->n_groups = n;
     call->group = call->n_heads / n;
+}
+
+/* As many tokens to a unit as its rows allow, but so few that each thread has several units, as
+ * long as 16 are left of them: units of prompts are not cut. */
+static void cut_tokens(struct plan *plan, const struct qkv_batch *batch)
+{
+    enum { FEW = 16 };
+    const struct qkv_attn_call *call = &plan->call;
+    const int32_t most = call->latent ? QKV_ATTN_LATENT_ROWS : QKV_ATTN_ROWS;
+    int32_t n = QKV_ATTN_TOKENS;
+    while (n > 1 && n * call->group > most) {
+        n /= 2;
+    }
+    size_t n_units = (size_t)(batch->n_rows / n) * (size_t)plan->n_groups;
+    for (; n > FEW && n_units < 8 * plan->n_threads; n /= 2) {
+        n_units *= 2;
+    }
+    plan->unit_tokens = n;
 }
 
 /* Keys that a unit reads, times its rows, plus what a unit costs anyway. */
@@ -211,7 +221,7 @@ static void cut_units(struct plan *plan)
 
 static void fill_units(struct plan *plan, const struct qkv_batch *batch, int32_t layer)
 {
-    int32_t n_tokens = unit_tokens(&plan->call);
+    int32_t n_tokens = plan->unit_tokens;
     size_t n_stores = 0;
     size_t n_attends = 0;
     for (int32_t i = 0; i < batch->n_seqs; i++) {
@@ -311,7 +321,7 @@ static void carve_plan(struct carver *carver, struct plan *plan, const struct qk
         int32_t n = (batch->seqs[i].first_pos + batch->seqs[i].n_rows - 1) / QKV_ATTN_SEGMENT + 1;
         n_segments = n > n_segments ? n : n_segments;
         n_stores += n_cuts(&batch->seqs[i], QKV_PAGE_TOKENS);
-        n_attends += n_cuts(&batch->seqs[i], unit_tokens(&plan->call)) * (size_t)plan->n_groups;
+        n_attends += n_cuts(&batch->seqs[i], plan->unit_tokens) * (size_t)plan->n_groups;
     }
     plan->seqs = carve(carver, (size_t)batch->n_seqs * sizeof *plan->seqs);
     plan->stores = carve(carver, n_stores * sizeof *plan->stores);
@@ -435,7 +445,8 @@ enum qkv_status qkv_cpu_attention(struct qkv_error *err, struct qkv_device *dev,
     };
     fill_call(&plan.call, &batch->lanes[batch->seqs[0].lane]->layers[args->layer].desc, args);
     cut_groups(&plan, batch);
-    plan.max_rows = (size_t)(unit_tokens(&plan.call) * plan.call.group);
+    cut_tokens(&plan, batch);
+    plan.max_rows = (size_t)(plan.unit_tokens * plan.call.group);
 
     struct carver carver = {NULL, 0};
     struct qkv_attn_work counted;

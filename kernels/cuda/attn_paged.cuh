@@ -6,10 +6,10 @@
  * Heads of more than 256 channels have one of 8 warps and tiles of 32 keys, so that they fit into
  * the 99 KB of shared memory that every GPU has. Keys are taken in chunks of 256 by absolute
  * position:
- *   1. scores of the chunk: K comes in tiles of 64 keys, decoded to bf16 in shared memory; warp w
- *      has groups of 8 keys w, w + 4, ... (mma m16n8k16)
+ *   1. scores of the chunk: K comes in tiles of 64 or 32 keys, decoded to bf16 in shared memory;
+ *      warp w has groups of 8 keys w, w + 4, ... (mma m16n8k16)
  *   2. weights: a row's maximum, exponentials rounded to bf16, and the sum of the rounded ones
- *   3. output of the chunk: V in tiles of 64 keys; warp w has groups of 8 channels w, w + 4, ...
+ *   3. output of the chunk: V in such tiles; warp w has groups of 8 channels w, w + 4, ...
  *   4. maximum, sum and output so far are brought up to date with the chunk's (fold)
  * A unit with few rows and many keys is as many blocks as it has chunks: each keeps its chunk's
  * output (part), and a second kernel does step 4, in the same order with the same operations. So a
@@ -17,8 +17,8 @@
  *
  * Keys that no row of the block sees are not read; a key that only some see has weight zero for the
  * others, which adds nothing. Shared memory (words): for each set q [16][k_pad / 2 + 4] and scores
- * [16][260] floats, whose rows become their weights; a tile of K [64][k_pad / 2 + 4] or of V
- * [32 pairs][v_pad + 8]. The odd words keep the lanes of a fragment in 32 different banks. */
+ * [16][260] floats, whose rows become their weights; a tile of K [TILE][k_pad / 2 + 4] or of V
+ * [TILE / 2 pairs][v_pad + 8]. The odd words keep the lanes of a fragment in 32 different banks. */
 #ifndef QKV_CUDA_ATTN_PAGED_CUH
 #define QKV_CUDA_ATTN_PAGED_CUH
 

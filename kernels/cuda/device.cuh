@@ -173,7 +173,7 @@ enum qkv_status qkv_cuda_check(struct qkv_error *err, cudaError_t code, const ch
 #endif
 
 /* What follows on this thread is for the device's GPU: CUDA has a current one for each thread.
- * Every function of the table begins with it (entry.cu). */
+ * Every function of the table that reaches the GPU begins with it (entry.cu, open, close, info). */
 enum qkv_status qkv_cuda_select(struct qkv_error *err, const struct qkv_device *dev);
 
 /* Host memory that copies need not stop at. */

@@ -15,8 +15,8 @@ static_assert(QKV_CUDA_K_PAD % UNIT == 0, "rows of x are whole units");
 struct params {
     const void *x;          /* bf16 [n_rows, x_stride]; if int8: packed_int8.cuh's bytes */
     const float *x_sums;    /* [n_rows, sums_stride] or NULL */
-    const uint8_t *codes;   /* see above; of values: bf16 [n_out, k_pad]; if in_rows: the same of
-                               bytes or nibbles */
+    const uint8_t *codes;   /* as packed.cuh says; of values: bf16 [n_out, k_pad]; if in_rows: the
+                               same of bytes or nibbles */
     const uint16_t *low;    /* second terms of values, or NULL */
     const float *values;    /* [n_out, k_pad] and x of the reference arithmetic (float32.cuh) are
                                fp32; or NULL */

@@ -57,9 +57,9 @@ class Engine:
         (a side file for this lane, or 1.0 whatever the checkpoint carries) and "name".
     kv_tokens, mem_fraction: the size of the KV pool, in tokens or as the fraction of the free
         memory that weights and cache may take. By default what max_running sequences can need, at
-        most a quarter of the memory that is free beside the weights; on a GPU 0.85 of its memory,
-        seen when the weights are loaded. Layers with a window have a
-        smaller pool, for the windows of max_running sequences.
+        most a quarter of the memory that is free beside the weights; on a GPU, weights and cache
+        take 0.85 of what it has free. Layers with a window have a smaller pool, for the windows
+        of max_running sequences.
     fp8_gemm_backend, fp4_gemm_backend: "auto", or a name of qkv info; info has what was taken.
     activation_quant: "checkpoint" as the checkpoint prescribes, "off" never; "int8" quantizes each
         row of activations for products with weights in integer codes: faster, less exact, and the
@@ -194,7 +194,7 @@ class Engine:
             max_running=-(-self._max_running // len(self._lanes)),
             chunk_tokens=chunk_tokens,
         )
-        size_pool = pools.sizing(
+        pool_tokens = pools.sizing(
             pool,
             kv_tokens=kv_tokens,
             mem_fraction=mem_fraction,
@@ -212,7 +212,7 @@ class Engine:
             self._core = _core.Engine(
                 self._path,
                 kv_formats=[lane.layers for lane in self._lanes],
-                kv_tokens=size_pool,
+                kv_tokens=pool_tokens,
                 kv_scales=self._scales.values,
                 query_dtype="fp8_e4m3" if query_dtype == "fp8_e4m3" else "bf16",
                 activation_quant=cast(Literal["off", "int8", "checkpoint"], activation_quant),

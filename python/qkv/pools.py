@@ -71,7 +71,7 @@ def requests_in(
     return low, pool(low)
 
 
-#: Of a GPU's memory, for weights and cache; what is left is for steps.
+#: Of what a GPU has free, for weights and cache; what is left is for steps.
 GPU_FRACTION = 0.85
 
 

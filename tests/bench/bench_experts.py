@@ -21,6 +21,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -87,10 +88,14 @@ def shapes(n_layers: int) -> dict[str, tuple[int, ...]]:
     return out
 
 
+def model_bytes(n_layers: int) -> int:
+    return 2 * sum(int(np.prod(shape)) for shape in shapes(n_layers).values())
+
+
 def layers_for(share: float) -> int:
     """As many as fill this share of the machine's memory."""
     total = share * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    none, one = (2 * sum(int(np.prod(shape)) for shape in shapes(n).values()) for n in (0, 1))
+    none, one = model_bytes(0), model_bytes(1)
     return max(1, int((total - none) / (one - none)))
 
 
@@ -224,7 +229,11 @@ def main() -> None:
     wrong = []
     with tempfile.TemporaryDirectory(dir=args.folder) as made:
         folder = Path(made)
-        write(folder, layers_for(args.share) if args.share else args.layers)
+        n_layers = layers_for(args.share) if args.share else args.layers
+        free = shutil.disk_usage(folder).free
+        if model_bytes(n_layers) > free:
+            parser.error(f"the model takes {model_bytes(n_layers):,} bytes, {free:,} are free")
+        write(folder, n_layers)
         print(
             "format,file_mib,load_s,load_gbytes_per_s,weights_mib,anon_mib,mapped_mib,of_held,"
             "tokens_per_s,read_gb_s"

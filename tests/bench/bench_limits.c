@@ -1,6 +1,6 @@
 /* The machine's limits (limits.h) with 1 and 2 threads, as CSV. The first argument: other numbers
- * of threads, as in "1,4,16"; the second: only the limit of this name; the third: of dot products and
- * FMA the mean over so many seconds instead of the best. */
+ * of threads, as in "1,4,16"; the second: only the limit of this name; the third: of dot products
+ * and FMA the mean over so many seconds instead of the best. */
 #include "limits.h"
 
 int main(int argc, char **argv)

@@ -4,9 +4,9 @@
  *   double peak = qkv_limit_measure(QKV_LIMIT_DOT_BF16, 1);   GFLOP/s, 0 if there is no such thing
  *   double kept = qkv_limit_sustained(QKV_LIMIT_DOT_BF16, 1, 1.0);   the mean over a second
  *
- * The first is the best of some tries of milliseconds. A virtual machine keeps that up for no longer
- * where the host takes processors away now and then, so what runs for seconds is compared with the
- * second, too.
+ * The first is the best of some tries of milliseconds. A virtual machine keeps that up for no
+ * longer where the host takes processors away now and then, so what runs for seconds is compared
+ * with the second, too.
  *
  * One thread is timed by its own clock, to which other programs on the machine do not add; several
  * by the wall clock, from the first that starts to the last that ends. Instructions beyond the base
