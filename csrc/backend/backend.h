@@ -298,7 +298,8 @@ struct qkv_backend {
                                 size_t n_bytes);
 
     /* descs, out: [n]. All of them or none: given many, a backend can keep its threads busy with
-     * small ones. Nothing of descs is used after the call. */
+     * small ones. CHECKPOINT names a bf16, f16 or fp32 element that is not finite. Nothing of descs
+     * is used after the call. */
     enum qkv_status (*weights_create)(struct qkv_error *err, struct qkv_device *dev,
                                       const struct qkv_matrix *descs, size_t n,
                                       struct qkv_weight **out);

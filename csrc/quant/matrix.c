@@ -1,6 +1,7 @@
 #include "quant/matrix.h"
 
 #include <assert.h>
+#include <math.h>
 #include <string.h>
 
 #include "base/bytes.h"
@@ -602,4 +603,30 @@ uint64_t qkv_matrix_bytes(const struct qkv_matrix *m)
         n_bytes += scales[i]->data != NULL ? scales[i]->n_bytes : 0;
     }
     return n_bytes;
+}
+
+bool qkv_matrix_of_floats(const struct qkv_matrix *matrix)
+{
+    return matrix->format != QKV_FORMAT_COUNT && qkv_format_traits(matrix->format)->group == 0;
+}
+
+enum qkv_status qkv_matrix_fail_not_finite(struct qkv_error *err, const struct qkv_matrix *matrix)
+{
+    const char *name = matrix->name != NULL ? matrix->name : "weight";
+    float values[QKV_PIECE];
+    for (int64_t row = 0; row < matrix->n_out; row++) {
+        for (int64_t k = 0; k < matrix->k_in; k++) {
+            const int64_t i = k % QKV_PIECE;
+            if (i == 0) {
+                const int64_t left = matrix->k_in - k;
+                qkv_matrix_values(matrix, row, k, left < QKV_PIECE ? left : QKV_PIECE, values);
+            }
+            if (!isfinite(values[i])) {
+                return qkv_fail(err, QKV_ERR_CHECKPOINT,
+                                "%s: row %lld, column %lld is %g, must be finite", name,
+                                (long long)row, (long long)k, (double)values[i]);
+            }
+        }
+    }
+    return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: a value is not finite", name);
 }

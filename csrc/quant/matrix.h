@@ -166,6 +166,12 @@ void qkv_matrix_read(const struct qkv_matrix *matrix, const struct qkv_form *for
 void qkv_matrix_values(const struct qkv_matrix *matrix, int64_t row, int64_t first, int64_t n,
                        float *out);
 
+/* Whether its elements are bf16, f16 or fp32, which may hold what is not finite. */
+bool qkv_matrix_of_floats(const struct qkv_matrix *matrix);
+
+/* The error that names the first value that is not finite. */
+enum qkv_status qkv_matrix_fail_not_finite(struct qkv_error *err, const struct qkv_matrix *matrix);
+
 /* row_scale[row] of the form. */
 float qkv_matrix_row_scale(const struct qkv_matrix *matrix, int64_t row);
 

@@ -4,7 +4,6 @@
  * vector code; then the words of the columns are interleaved. */
 #include "cpu_pack.h"
 
-#include <math.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <string.h>
@@ -503,38 +502,11 @@ static void pack_share(struct piece *p, size_t share)
     release_rows(p->task->matrix, begin, end);
 }
 
-/* Whether its elements are bf16, f16 or fp32. */
-static bool is_of_floats(const struct qkv_matrix *matrix)
-{
-    return matrix->format != QKV_FORMAT_COUNT && qkv_format_traits(matrix->format)->group == 0;
-}
-
 static void note_bad(struct line *line, size_t task)
 {
     size_t bad = atomic_load(&line->bad);
     while (task < bad && !atomic_compare_exchange_weak(&line->bad, &bad, task)) {
     }
-}
-
-/* The error that names the first value that is not finite. */
-static enum qkv_status fail_not_finite(struct qkv_error *err, const struct qkv_matrix *matrix)
-{
-    const char *name = matrix->name != NULL ? matrix->name : "weight";
-    float values[PIECE];
-    for (int64_t row = 0; row < matrix->n_out; row++) {
-        for (int64_t k = 0; k < matrix->k_in; k++) {
-            if (k % PIECE == 0) {
-                int64_t left = matrix->k_in - k;
-                qkv_matrix_values(matrix, row, k, left < PIECE ? left : PIECE, values);
-            }
-            if (!isfinite(values[k % PIECE])) {
-                return qkv_fail(err, QKV_ERR_CHECKPOINT,
-                                "%s: row %lld, column %lld is %g, must be finite", name,
-                                (long long)row, (long long)k, (double)values[k % PIECE]);
-            }
-        }
-    }
-    return qkv_fail(err, QKV_ERR_CHECKPOINT, "%s: a value is not finite", name);
 }
 
 static void pack_line(void *ctx, size_t begin, size_t end, int thread)
@@ -560,7 +532,7 @@ static void pack_line(void *ctx, size_t begin, size_t end, int thread)
         p.stride = PIECE * qkv_cpu_code_bits(p.w->pack) / 32 + 1;
         p.not_finite = false;
         pack_share(&p, share - before);
-        if (p.not_finite && is_of_floats(p.task->matrix)) {
+        if (p.not_finite && qkv_matrix_of_floats(p.task->matrix)) {
             note_bad(line, i);
         }
     }
@@ -575,5 +547,5 @@ enum qkv_status qkv_cpu_pack(struct qkv_error *err, struct qkv_threads *threads,
     atomic_init(&line.bad, n);
     QKV_TRY(qkv_threads_run_all(err, threads, pack_line, &line));
     const size_t bad = atomic_load(&line.bad);
-    return bad < n ? fail_not_finite(err, tasks[bad].matrix) : QKV_OK;
+    return bad < n ? qkv_matrix_fail_not_finite(err, tasks[bad].matrix) : QKV_OK;
 }

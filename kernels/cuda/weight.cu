@@ -47,9 +47,11 @@ struct slab {
     float *plain;   /* [rows, k_pad], of the reference arithmetic; NULL: two terms */
     uint16_t *high; /* [rows, k_pad] */
     uint16_t *low;
-    float *values;    /* [n_threads, QKV_PIECE] */
-    uint8_t *any_low; /* [n_threads] */
+    float *values; /* [n_threads, QKV_PIECE] */
+    uint8_t *seen; /* [n_threads] of SEEN_ */
 };
+
+enum { SEEN_LOW = 1, SEEN_NOT_FINITE = 2 };
 
 /* Two terms: what the first leaves is a value again, rounded in turn. */
 static bool split(float value, uint16_t *high, uint16_t *low)
@@ -82,13 +84,18 @@ static void decode_rows(void *ctx, size_t begin, size_t end, int thread)
             int64_t left = slab->k_in - k;
             int64_t n = left < QKV_PIECE ? left : (int64_t)QKV_PIECE;
             qkv_matrix_values(slab->matrix, slab->first_row + (int64_t)r, k, n, values);
+            bool finite = true;
+            bool any_low = false;
+            for (int64_t i = 0; i < n; i++) {
+                finite = finite && fabsf(values[i]) <= FLT_MAX;
+            }
+            for (int64_t i = 0; plain == NULL && i < n; i++) {
+                any_low |= split(values[i], &high[k + i], &low[k + i]);
+            }
             if (plain != NULL) {
                 memcpy(plain + k, values, (size_t)n * sizeof *values);
-                continue;
             }
-            for (int64_t i = 0; i < n; i++) {
-                slab->any_low[thread] |= split(values[i], &high[k + i], &low[k + i]);
-            }
+            slab->seen[thread] |= (any_low ? SEEN_LOW : 0) | (finite ? 0 : SEEN_NOT_FINITE);
         }
     }
 }
@@ -117,18 +124,21 @@ static enum qkv_status pack(struct qkv_error *err, struct qkv_device *dev,
         slab->high = (uint16_t *)memory;
         slab->low = slab->high + n * (size_t)w->k_pad;
         slab->first_row = row;
-        memset(slab->any_low, 0, n_threads);
+        memset(slab->seen, 0, n_threads);
         QKV_TRY(qkv_threads_run(err, threads, n, decode_rows, slab));
+        uint8_t seen = 0;
+        for (size_t t = 0; t < n_threads; t++) {
+            seen |= slab->seen[t];
+        }
+        if ((seen & SEEN_NOT_FINITE) != 0 && qkv_matrix_of_floats(slab->matrix)) {
+            return qkv_matrix_fail_not_finite(err, slab->matrix);
+        }
         if (slab->plain != NULL) {
             QKV_TRY(qkv_cuda_load_send(err, dev, w->values + at, 0, 2 * n_bytes));
             continue;
         }
-        bool any_low = false;
-        for (size_t t = 0; t < n_threads; t++) {
-            any_low = any_low || slab->any_low[t] != 0;
-        }
         QKV_TRY(qkv_cuda_load_send(err, dev, w->high + at, 0, n_bytes));
-        if (any_low && w->low == NULL) {
+        if ((seen & SEEN_LOW) != 0 && w->low == NULL) {
             void *low = NULL;
             QKV_TRY(alloc_values(err, w, sizeof(uint16_t), &low));
             w->low = (uint16_t *)low;
@@ -161,7 +171,7 @@ static enum qkv_status decode(struct qkv_error *err, struct qkv_device *dev,
         slab.k_in = w->k_in;
         slab.k_pad = w->k_pad;
         slab.values = (float *)memory;
-        slab.any_low = (uint8_t *)(void *)(slab.values + (size_t)n_threads * QKV_PIECE);
+        slab.seen = (uint8_t *)(void *)(slab.values + (size_t)n_threads * QKV_PIECE);
         status = pack(err, dev, threads, &slab, slab_rows, w);
     }
     free(memory);
