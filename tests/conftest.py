@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -96,6 +97,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             made[key] = tmp_path_factory.mktemp(arch)
             make_tiny.write(made[key], arch, **options)
         return made[key]
+
+    return make
+
+
+@pytest.fixture
+def edited(tiny: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """edited(edit, dtype): the folder of tiny("llama"), its tensors as edit() leaves them."""
+
+    def make(edit: Callable[[dict[str, Any]], None], dtype: str = "BF16") -> Path:
+        folder = tmp_path / "model"
+        shutil.copytree(tiny("llama"), folder)
+        tensors = make_tiny.make_tensors(json.loads((folder / "config.json").read_text()), 0)
+        edit(tensors)
+        make_tiny.write_safetensors(folder / "model.safetensors", tensors, dtype)
+        return folder
 
     return make
 

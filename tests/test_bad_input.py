@@ -131,13 +131,8 @@ def test_empty_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["model.layers.0.self_attn.k_scale", "model.layers.1.extra.weight"]
 )
-def test_a_tensor_too_many(tiny: Callable[..., Path], tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny("llama"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    tensors = make_tiny.make_tensors(config, 0)
-    tensors[name] = np.ones(1, np.float32)
-    make_tiny.write_safetensors(folder / "model.safetensors", tensors)
+def test_a_tensor_too_many(edited: Callable[..., Path], name: str) -> None:
+    folder = edited(lambda tensors: tensors.update({name: np.ones(1, np.float32)}))
     with pytest.raises((qkv.CheckpointError, qkv.UnsupportedError), match=re.escape(name)):
         load(folder)
 
@@ -146,16 +141,15 @@ def test_a_tensor_too_many(tiny: Callable[..., Path], tmp_path: Path, name: str)
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 def test_a_weight_that_is_not_finite(
-    tiny: Callable[..., Path], tmp_path: Path, dtype: str, value: float, compute_dtype: str
+    edited: Callable[..., Path], dtype: str, value: float, compute_dtype: str
 ) -> None:
     """Such weights loaded without a word, and every logit was NaN."""
     name = "model.layers.1.mlp.down_proj.weight"
-    folder = tmp_path / "model"
-    shutil.copytree(tiny("llama"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    tensors = make_tiny.make_tensors(config, 0)
-    tensors[name][3, 5] = value
-    make_tiny.write_safetensors(folder / "model.safetensors", tensors, dtype)
+
+    def spoil(tensors: dict[str, Any]) -> None:
+        tensors[name][3, 5] = value
+
+    folder = edited(spoil, dtype)
     with pytest.raises(qkv.CheckpointError, match=re.escape(f"{name}: row 3, column 5 is ")):
         qkv.Engine(folder, threads=1, kv_tokens=64, compute_dtype=compute_dtype).close()
 

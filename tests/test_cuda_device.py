@@ -3,9 +3,7 @@ where something is missing. On the emulated device, whose memory QKV_EMULATED_KI
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +17,6 @@ import pytest
 import qkv
 from core_runs import Request, difference, open_engine, run
 from qkv import _core, options
-from ref import make_tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 KIB = 1 << 10
@@ -259,15 +256,15 @@ def test_memory_of_a_host_is_not_the_devices(tiny: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("compute_dtype", ["bf16", "float32"])
 @pytest.mark.parametrize("dtype", ["BF16", "F32"])
 def test_a_weight_that_is_not_finite(
-    tiny: Callable[..., Path], tmp_path: Path, cuda_emulated: str, dtype: str, compute_dtype: str
+    edited: Callable[..., Path], cuda_emulated: str, dtype: str, compute_dtype: str
 ) -> None:
     """The CPU's error (test_bad_input.py)."""
     name = "model.layers.1.mlp.down_proj.weight"
-    folder = tmp_path / "model"
-    shutil.copytree(tiny("llama"), folder)
-    tensors = make_tiny.make_tensors(json.loads((folder / "config.json").read_text()), 0)
-    tensors[name][3, 5] = float("nan")
-    make_tiny.write_safetensors(folder / "model.safetensors", tensors, dtype)
+
+    def spoil(tensors: dict[str, Any]) -> None:
+        tensors[name][3, 5] = np.nan
+
+    folder = edited(spoil, dtype)
     with pytest.raises(qkv.CheckpointError, match=re.escape(f"{name}: row 3, column 5 is nan")):
         open_engine(
             folder, kv_tokens=64, device="cuda-emulated", device_library=cuda_emulated,

@@ -386,16 +386,16 @@ static void fetch_ahead(const struct piece *p, size_t panel)
 static void pack_piece(struct piece *p, size_t panel, size_t n_columns)
 {
     void (*kernel)(const struct qkv_cpu_rows *) = n_columns == QKV_PANEL ? find_kernel(p) : NULL;
-    const uint8_t *row[QKV_PANEL];
-    for (size_t c = 0; c < n_columns; c++) {
-        row[c] = p->row[c] == NULL ? NULL : p->row[c] + p->first / PIECE * p->piece_bytes;
-        if (kernel == NULL) {
+    if (kernel == NULL) {
+        for (size_t c = 0; c < n_columns; c++) {
             pack_row(p, c, (int64_t)(panel * QKV_PANEL + c));
         }
-    }
-    if (kernel == NULL) {
         interleave(p);
         return;
+    }
+    const uint8_t *row[QKV_PANEL];
+    for (size_t c = 0; c < QKV_PANEL; c++) {
+        row[c] = p->row[c] + p->first / PIECE * p->piece_bytes;
     }
     kernel(&(struct qkv_cpu_rows){
         .weight = p->w,

@@ -296,8 +296,10 @@ static enum qkv_status attend_bf16(struct qkv_error *err, struct qkv_device *dev
     if (plan->n_parts == 0) {
         return QKV_OK;
     }
-    dim3 grid((unsigned)plan->n_units, (unsigned)p.n_slices);
-    return qkv_cuda_launch(err, dev, "attn_combine", attn_combine, grid, dim3(128), 0, p);
+    struct qkv_cuda_attn_params alone = p;
+    alone.units += plan->n_shared;
+    dim3 grid((unsigned)(plan->n_units - plan->n_shared), (unsigned)p.n_slices);
+    return qkv_cuda_launch(err, dev, "attn_combine", attn_combine, grid, dim3(128), 0, alone);
 }
 
 enum qkv_status qkv_cuda_attention(struct qkv_error *err, struct qkv_device *dev,

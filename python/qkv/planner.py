@@ -169,9 +169,8 @@ def _layer_heads(config: Mapping[str, Any], n_layers: int, n_heads: int) -> list
         if len(given) != n_layers or not numbers:
             raise ValueError(f"config: num_key_value_heads {given!r:.60} for {n_layers} layers")
         return list(given)
-    n_kv_heads = _maybe(config, "num_key_value_heads")
-    if "num_key_value_heads" not in config:
-        n_kv_heads = _class_kv_heads(config)
+    given_one = "num_key_value_heads" in config
+    n_kv_heads = _maybe(config, "num_key_value_heads") if given_one else _class_kv_heads(config)
     return [n_kv_heads or n_heads] * n_layers
 
 
