@@ -9,6 +9,8 @@
 #ifndef QKV_BASE_HALF_H
 #define QKV_BASE_HALF_H
 
+#include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -17,6 +19,16 @@ static inline uint32_t qkv_f32_bits(float x)
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
+}
+
+/* Compilers turn the loop into vector code: an exponent of all ones and one more is the top bit. */
+static inline bool qkv_f32_all_finite(const float *x, size_t n)
+{
+    uint32_t tops = 0;
+    for (size_t i = 0; i < n; i++) {
+        tops |= (qkv_f32_bits(x[i]) & 0x7f800000u) + 0x00800000u;
+    }
+    return tops >> 31 == 0;
 }
 
 static inline float qkv_f32_from_bits(uint32_t bits)

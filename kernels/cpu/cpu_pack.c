@@ -220,12 +220,8 @@ void qkv_cpu_split_value(float value, uint16_t *high, uint16_t *low)
 /* The piece's values of a row. */
 static void read_values(struct piece *p, int64_t row, float *values)
 {
-    uint32_t tops = 0; /* an exponent of all ones and one more is the top bit */
     qkv_matrix_values(p->task->matrix, row, (int64_t)p->first, (int64_t)p->n, values);
-    for (size_t k = 0; k < p->n; k++) {
-        tops |= (qkv_f32_bits(values[k]) & 0x7f800000u) + 0x00800000u;
-    }
-    p->not_finite = p->not_finite || tops >> 31 != 0;
+    p->not_finite = p->not_finite || !qkv_f32_all_finite(values, p->n);
 }
 
 static void row_of_values(struct piece *p, int64_t row, uint32_t *out)

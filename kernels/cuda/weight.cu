@@ -84,18 +84,15 @@ static void decode_rows(void *ctx, size_t begin, size_t end, int thread)
             int64_t left = slab->k_in - k;
             int64_t n = left < QKV_PIECE ? left : (int64_t)QKV_PIECE;
             qkv_matrix_values(slab->matrix, slab->first_row + (int64_t)r, k, n, values);
-            bool finite = true;
             bool any_low = false;
-            for (int64_t i = 0; i < n; i++) {
-                finite = finite && fabsf(values[i]) <= FLT_MAX;
-            }
             for (int64_t i = 0; plain == NULL && i < n; i++) {
                 any_low |= split(values[i], &high[k + i], &low[k + i]);
             }
             if (plain != NULL) {
                 memcpy(plain + k, values, (size_t)n * sizeof *values);
             }
-            slab->seen[thread] |= (any_low ? SEEN_LOW : 0) | (finite ? 0 : SEEN_NOT_FINITE);
+            slab->seen[thread] |= (any_low ? SEEN_LOW : 0) |
+                                  (qkv_f32_all_finite(values, (size_t)n) ? 0 : SEEN_NOT_FINITE);
         }
     }
 }
