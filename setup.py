@@ -35,11 +35,13 @@ KERNEL_FLAGS = [*COMMON, "-O3", "-fno-math-errno", *WARNINGS, *GUESSES]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 BF16 = [*AVX512, "-mavx512bf16", "-mavx512vbmi"]
-ISA_FLAGS = {"scalar": [], "avx2": AVX2, "avx512": AVX512, "avx512bf16": BF16}
+AMX = [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
+ISA_FLAGS = {"scalar": [], "avx2": AVX2, "avx512": AVX512, "avx512bf16": BF16, "amx": AMX}
 # For tests where it is not there: dispatch.c calls it usable, its intrinsics are the tests' own.
 EMULATE = ["-DQKV_EMULATE_AVX512=1"]
 EMULATED = [*EMULATE, "-Itests/c/emulated", *AVX2]
-EMULATED_ISAS = {"avx512": EMULATED, "avx512bf16": [*EMULATED, "-D__AVX512VBMI__"]}
+EMULATED_BF16 = [*EMULATED, "-D__AVX512VBMI__"]
+EMULATED_ISAS = {"avx512": EMULATED, "avx512bf16": EMULATED_BF16, "amx": EMULATED_BF16}
 # -O1 with the inlining that the kernels live on: with -O2 the sanitizers compile for minutes.
 DEBUG_FLAGS = ["-O1", "-finline-functions", "-finline-small-functions", "-g1", "-UNDEBUG"]
 INCLUDE_DIRS = ["csrc", "kernels/cpu"]

@@ -7,7 +7,7 @@
 #include "gemm_ops.h"
 
 struct qkv_cpu_ops {
-    const char *name; /* "scalar", "avx2", "avx512", "avx512bf16" */
+    const char *name; /* "scalar", "avx2", "avx512", "avx512bf16", "amx" */
     const struct qkv_cpu_gemm_ops *gemm;
     const struct qkv_cpu_attn_ops *attn;
 };
@@ -16,10 +16,12 @@ extern const struct qkv_cpu_gemm_ops qkv_cpu_gemm_ops_scalar;
 extern const struct qkv_cpu_gemm_ops qkv_cpu_gemm_ops_avx2;
 extern const struct qkv_cpu_gemm_ops qkv_cpu_gemm_ops_avx512;
 extern const struct qkv_cpu_gemm_ops qkv_cpu_gemm_ops_avx512bf16;
+extern const struct qkv_cpu_gemm_ops qkv_cpu_gemm_ops_amx;
 
 extern const struct qkv_cpu_attn_ops qkv_cpu_attn_ops_scalar;
 extern const struct qkv_cpu_attn_ops qkv_cpu_attn_ops_avx2;
 extern const struct qkv_cpu_attn_ops qkv_cpu_attn_ops_avx512;
 extern const struct qkv_cpu_attn_ops qkv_cpu_attn_ops_avx512bf16;
+extern const struct qkv_cpu_attn_ops qkv_cpu_attn_ops_amx;
 
 #endif

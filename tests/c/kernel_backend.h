@@ -5,6 +5,7 @@
 
 #include <stdbool.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "backend/backend.h"
 #include "backend/backend_load.h"
@@ -39,6 +40,12 @@ static inline const struct qkv_cpu_isa *kernel_isas(void)
 {
     static const struct qkv_cpu_isa library[2] = {{.name = "library", .usable = always_usable}};
     return on_cpu() ? qkv_cpu_isas : library;
+}
+
+/* Whether a set adds products of bf16 in an order of its own (gemm_ops.h). */
+static inline bool adds_otherwise(const char *isa)
+{
+    return strcmp(isa, "avx512bf16") == 0 || strcmp(isa, "amx") == 0;
 }
 
 /* What a device is opened with: instruction sets are the CPU's. */

@@ -303,7 +303,7 @@ static void check_format(enum qkv_format format, int32_t n_rows, int32_t n, int3
         float *f32 = run_job(isa->name, QKV_COMPUTE_F32, 2, &job, NULL);
         CHECK(worst_error(&job, QKV_COMPUTE_F32, f32, NULL) <= CLASS_SUM);
         CHECK(first_f32 == NULL || same_bits(f32, first_f32, n_y));
-        if (strcmp(isa->name, "avx512bf16") != 0) {
+        if (!adds_otherwise(isa->name)) {
             CHECK(first_bf16 == NULL || same_bits(y, first_bf16, n_y));
             free(first_bf16);
             first_bf16 = y;
