@@ -28,8 +28,8 @@ KERNELS_MAY = re.compile(
 # No input or output, no clock, no generator of their own: what they need is handed to them.
 PURE = re.compile(r"csrc/(kv/|engine/(scheduler\w*|request|waiting|batch|simulate)\.)")
 IMPURE = re.compile(r"^(stdio|time|sys/.*|unistd|fcntl|base/os|base/threads)\.h$")
-INTRINSIC = re.compile(r"\b(_mm(256|512)?_\w+|__m(128|256|512)[id]?)\b")
-ISA_ONLY = re.compile(r"(vec_avx\w*\.h|special_\w+\.inc)$")
+INTRINSIC = re.compile(r"\b(_mm(256|512)?_\w+|_tile_\w+|__m(128|256|512)[id]?)\b")
+ISA_ONLY = re.compile(r"(vec_(avx|amx)\w*\.h|special_\w+\.inc)$")
 DEFINITION = re.compile(
     r"^(?!static|typedef|extern|enum|struct \w+ \{)[a-z][\w *]*\([^;]*\)\s*\n\{", re.MULTILINE
 )
@@ -56,7 +56,7 @@ def breaches_of_file(path: Path) -> Iterator[str]:
         if len(line) > MAX_COLUMNS and path.suffix != ".def":
             yield f"{name}:{number}: {len(line)} columns, at most {MAX_COLUMNS}"
         if INTRINSIC.search(line) and not ISA_ONLY.search(name):
-            yield f"{name}:{number}: intrinsics are for vec_avx*.h and special_*.inc only"
+            yield f"{name}:{number}: intrinsics are for vec_*.h and special_*.inc only"
     for target, is_system in includes(path):
         where = f"{name} includes {target}: "
         if name.startswith("csrc/") and not is_system:
@@ -73,9 +73,9 @@ def breaches_of_file(path: Path) -> Iterator[str]:
         if target.startswith(("cuda", "cublas")) and not name.startswith("kernels/cuda/"):
             yield where + "CUDA is for kernels/cuda only"
         if target == "immintrin.h" and not ISA_ONLY.search(name):
-            yield where + "intrinsics are for vec_avx*.h and special_*.inc only"
+            yield where + "intrinsics are for vec_*.h and special_*.inc only"
         if ISA_ONLY.search(target) and not re.search(
-            r"/(isa_\w+\.c|vec_avx\w*\.h|special_\w+\.inc)$", name
+            r"/(isa_\w+\.c|vec_(avx|amx)\w*\.h|special_\w+\.inc)$", name
         ):
             yield where + "only isa_*.c may include it"
         if PURE.match(name) and IMPURE.match(target):
