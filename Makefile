@@ -35,8 +35,8 @@ help:
 	@echo "make asan tsan     C tests, emulated kernels, fuzz replay and pytest under ASan+UBSan; C tests"
 	@echo "                   under TSan"
 	@echo "make fuzz T=gguf   fuzz one target for SECONDS_PER_TARGET=60 s; make fuzz-replay: the corpus"
-	@echo "make isa           parity of every instruction set, AVX-512 emulated where it is not there;"
-	@echo "                   isa-models: whole models on the emulated ones, some minutes"
+	@echo "make isa           parity of every instruction set, AVX-512 and AMX emulated where one is not"
+	@echo "                   there; isa-models: whole models on the emulated ones, some minutes"
 	@echo "make cuda          the CUDA library with nvcc; cuda-check: its kernels, emulated; cuda-gpu: on"
 	@echo "                   the GPU that is there"
 	@echo "make bench         all benches as CSV, and what moved against tests/bench/baseline.csv"
@@ -145,24 +145,24 @@ fuzz: $(VENV)/tools.stamp
 	$(CTESTS) --fuzz $(T) --seconds $(SECONDS_PER_TARGET)
 
 # Whole models on every instruction set of this machine. The C tests of kernels go through all of
-# them by themselves; here once more with AVX-512 emulated, for machines that lack it.
+# them by themselves; here once more with AVX-512 and AMX emulated, for machines that lack one.
 isa: $(VENV)/test.stamp
 	$(BIN)/qkv info
 	for isa in $$($(BIN)/python -c "$(USABLE_ISAS)"); do \
 		echo "== $$isa"; \
 		QKV_ISA=$$isa $(BIN)/python -m pytest -q -n $(JOBS) tests/test_models.py || exit 1; \
 	done
-	if $(BIN)/python -c "$(USABLE_ISAS)" | grep -qw avx512bf16; then \
+	if $(BIN)/python -c "$(USABLE_ISAS)" | grep -qw amx; then \
 		echo "== nothing to emulate"; \
 	else \
 		QKV_WERROR=1 QKV_EMULATE_AVX512=1 $(CTESTS) $(KERNEL_TESTS); \
 	fi
 
-# Whole models on AVX-512, emulated; built and found as the extension of pytest-asan is.
+# Whole models on AVX-512 and AMX, emulated; built and found as the extension of pytest-asan is.
 isa-models: $(VENV)/test.stamp
 	QKV_EMULATE_AVX512=1 QKV_DEBUG=1 QKV_BUILD_BASE=build/emulated \
 	$(BIN)/python setup.py -q build_py build_clib build_ext
-	for isa in avx512 avx512bf16; do \
+	for isa in avx512 avx512bf16 amx; do \
 		PYTHONPATH=$$(ls -d build/emulated/lib.*) QKV_ISA=$$isa $(BIN)/python -m pytest -q \
 			-p no:cacheprovider -n $(JOBS) tests/test_models.py || exit 1; \
 	done

@@ -5,7 +5,7 @@ With nvcc and NVIDIA's headers it also builds qkv/_qkv_cuda.so from kernels/cuda
 run time; nothing of CUDA is in _core.
 
 Environment: QKV_DEBUG=1 (asserts, -g), QKV_WERROR=1, QKV_EMULATE_AVX512=1 (its intrinsics are
-those of tests/c/emulated: tests on machines without AVX-512), QKV_BUILD_BASE, CFLAGS.
+those of tests/c/emulated: tests on machines without AVX-512 or AMX), QKV_BUILD_BASE, CFLAGS.
 CUDA: QKV_CUDA=0, 1 or auto (the default: where nvcc is), QKV_CUDA_ARCHS=80,90a, CUDA_HOME,
 QKV_CUBLAS_INCLUDE (the folder of cublasLt.h).
 `python setup.py build_ext --inplace` alone does not link: use `build_clib build_ext --inplace`.

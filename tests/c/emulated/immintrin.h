@@ -1,8 +1,9 @@
-/* What stands in for AVX-512 where the tests of kernels run without it (QKV_EMULATE_AVX512): the
- * intrinsics that kernels/cpu uses, under Intel's names, as two halves of AVX2. Found before the
- * compiler's header of this name. Bit for bit what Intel's Software Developer's Manual (SDM,
- * volume 2) says of each instruction; tests/c/test_intrinsics.c holds it to that. Rounding is to
- * nearest even, denormals are numbers: the state of MXCSR that the kernels run in. */
+/* What stands in for AVX-512 and AMX where the tests of kernels run without them
+ * (QKV_EMULATE_AVX512): the intrinsics that kernels/cpu uses, under Intel's names, as two halves of
+ * AVX2. Found before the compiler's header of this name. Bit for bit what Intel's Software
+ * Developer's Manual (SDM, volume 2) says of each instruction; tests/c/test_intrinsics.c and
+ * test_tiles.c hold it to that. Rounding is to nearest even, denormals are numbers: the state of
+ * MXCSR that the kernels run in. */
 #ifndef QKV_TESTS_EMULATED_IMMINTRIN_H
 #define QKV_TESTS_EMULATED_IMMINTRIN_H
 
@@ -192,5 +193,7 @@ EMULATED __m512i emu_reversed_bytes(const char *p)
 #include "permute.h"
 
 #include "products.h"
+
+#include "tiles.h"
 
 #endif
