@@ -6,6 +6,8 @@ import gc
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,6 +91,47 @@ def test_lists() -> None:
     bits = dict(_core.kv_formats())
     assert bits["bf16"] == 16 and bits["float32"] == 32 and 4 < bits["nvfp4"] <= 4.5
     assert _core.threads_available() >= 1
+
+
+ISA_OF_ENGINE = """
+import os, qkv, sys
+for _ in range(2):
+    try:
+        with qkv.Engine(sys.argv[1], kv_tokens=64, threads=1) as engine:
+            print(engine.info["isa"])
+    except qkv.UnsupportedError as error:
+        print(error)
+    os.environ["QKV_ISA"] = "amx"
+"""
+SMALL_SIGNAL_STACK = """
+import ctypes
+class Stack(ctypes.Structure):
+    _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(4096)
+stack = Stack(ctypes.addressof(memory), 0, 4096)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+"""
+
+
+def test_linux_decides_on_tiles(path: Path) -> None:
+    """The signal stack of Python's faulthandler, which pytest has enabled, is large enough; where
+    one is too small there is no amx, and info says what there is."""
+
+    def isas(*command: str) -> list[str]:
+        command = (sys.executable, *command, str(path))
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split(
+            "\n"
+        )
+
+    usable = [name for name, is_usable in _core.isas() if is_usable]
+    plain = isas("-c", ISA_OF_ENGINE)
+    assert plain[0] == usable[0]
+    if usable[0] != "amx":
+        pytest.skip("the processor or the system lacks AMX")
+    assert isas("-X", "faulthandler", "-c", ISA_OF_ENGINE) == plain == ["amx", "amx", ""]
+    refused = isas("-c", SMALL_SIGNAL_STACK + ISA_OF_ENGINE)
+    assert refused[0] == usable[1]
+    assert '"amx": this machine has ' + ", ".join(usable[1:]) in refused[1]
 
 
 @pytest.mark.parametrize("name", [name for name, has_codec in _core.formats() if has_codec])
