@@ -5,9 +5,10 @@
 
 `batch`: --requests prompts of --prompt random tokens through Engine.generate, --out tokens each,
 greedy, text included. `prefill`: one prompt of --chunk tokens, and one token. `of_peak` is the time
-that the multiply-adds of all matrices take at the peak of bf16 dot products (limits.h, as many
-threads, the best of the same run) over the time taken; `of_kept` the same with the peak that is
-kept up for a second, the median of those before each case; logits count where they are needed. With
+that the multiply-adds of all matrices take at the peak of bf16 dot products, or of tiles where the
+instruction set is amx (limits.h, as many threads, the best of the same run) over the time taken;
+`of_kept` the same with the peak that is kept up for a second, the median of those before each case;
+logits count where they are needed. With
 --int8 each model is also run with activation_quant="int8"; `of_first` is the speed over that of the
 first line. Runs are taken in turn; figures are medians over the rounds, of which the first also
 pays for fresh memory.
@@ -50,6 +51,10 @@ PARTS = {
 }
 
 
+DOT = "bf16 dot (vdpbf16ps)"
+TILES = "bf16 tiles (tdpbf16ps)"
+
+
 @dataclass
 class Case:
     model: str
@@ -72,9 +77,9 @@ def multiply_adds(model: str) -> tuple[int, int]:
     return sum(matrices.values()), head
 
 
-def dot_peak(program: str, threads: int, *seconds: str) -> float:
+def dot_peak(program: str, threads: int, limit: str, *seconds: str) -> float:
     """Multiply-adds per second, at best or as the mean of some seconds."""
-    command = [program, str(threads), "bf16 dot (vdpbf16ps)", *seconds]
+    command = [program, str(threads), limit, *seconds]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return 0.5e9 * float(out.splitlines()[1].split(",")[-2])
 
@@ -119,22 +124,27 @@ def measure(args: argparse.Namespace) -> None:
                 with suppress(qkv.UnsupportedError):  # int8 where no weight is in integer codes
                     engine = stack.enter_context(open_engine(model, int8, args))
                     cases.append(Case(model, int8, engine))
+        limit = TILES if cases[0].engine.info["isa"] == "amx" else DOT
         peaks = []
         kept = []
         for turn in range(args.rounds):
             for case in cases:
                 if turn == 0:
                     run(case.engine, *shape("prefill", args), seed=99)
-                peaks.append(dot_peak(program, args.threads))
-                kept.append(dot_peak(program, args.threads, "1"))
+                peaks.append(dot_peak(program, args.threads, limit))
+                kept.append(dot_peak(program, args.threads, limit, "1"))
                 for phase in args.phases.split(","):
                     seconds = run(case.engine, *shape(phase, args), seed=turn)
                     case.seconds.setdefault(phase, []).append(seconds)
-        report(cases, max(peaks), statistics.median(kept), args)
+        peak, mean = max(peaks), statistics.median(kept)
+        rates = f"{2e-9 * peak:.1f} GFLOP/s, kept up {2e-9 * mean:.1f}"
+        print(f"# {args.threads} threads, {limit} {rates}")
+        if limit != DOT:
+            print(f"# {DOT} {2e-9 * dot_peak(program, args.threads, DOT):.1f} GFLOP/s")
+        report(cases, peak, mean, args)
 
 
 def report(cases: list[Case], peak: float, kept: float, args: argparse.Namespace) -> None:
-    print(f"# {args.threads} threads, peak {2e-9 * peak:.1f} GFLOP/s, kept up {2e-9 * kept:.1f}")
     print("phase,model,activations,tokens,ms,tokens_per_s,of_peak,of_kept,of_first")
     for phase in args.phases.split(","):
         requests, n_in, n_out = shape(phase, args)

@@ -20,22 +20,18 @@ static void need(enum qkv_status status)
     }
 }
 
-static double peak_of(const char *isa, int mode, int n_threads)
-{
-    bool avx512 = strncmp(isa, "avx512", 6) == 0;
-    enum qkv_limit limit = mode == 1 && avx512              ? QKV_LIMIT_DOT_INT8
-                           : strcmp(isa, "avx512bf16") == 0 ? QKV_LIMIT_DOT_BF16
-                           : avx512                         ? QKV_LIMIT_FMA_512
-                                                            : QKV_LIMIT_FMA_256;
-    return qkv_limit_measure(limit, n_threads);
-}
-
 struct mode {
     struct qkv_device *dev;
     struct qkv_weight *weight;
     struct qkv_buffer *x, *y;
     double best; /* seconds */
 };
+
+/* 0 where no peak is known. */
+static double share(double rate, double peak)
+{
+    return peak > 0 ? rate / peak : 0;
+}
 
 static double time_one(const struct qkv_backend *be, const struct mode *m, int32_t n_rows)
 {
@@ -70,8 +66,8 @@ static void bench(const struct qkv_backend *be, struct mode *modes, enum qkv_for
         double ops = 2.0 * (double)n * (double)k * row_counts[i] * 1e-9;
         (void)printf("%s,%lld,%lld,%d,%.1f,%.1f,%.3f,%.1f,%.3f,%.2f\n", traits->name, (long long)n,
                      (long long)k, row_counts[i], modes[1].best * 1e6, ops / modes[1].best,
-                     ops / modes[1].best / peak[1], ops / modes[0].best,
-                     ops / modes[0].best / peak[0], modes[0].best / modes[1].best);
+                     share(ops / modes[1].best, peak[1]), ops / modes[0].best,
+                     share(ops / modes[0].best, peak[0]), modes[0].best / modes[1].best);
         (void)fflush(stdout);
     }
     for (int i = 0; i < MODES; i++) {
@@ -98,10 +94,11 @@ int main(int argc, char **argv)
     }
     be->info(modes[0].dev, &info);
     bench_clock = info.n_threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC;
-    double peak[MODES] = {peak_of(info.isa, 0, info.n_threads),
-                          peak_of(info.isa, 1, info.n_threads)};
-    (void)fprintf(stderr, "%s, %d threads, peaks %.0f GFLOP/s and %.0f GOP/s\n", info.isa,
-                  info.n_threads, peak[0], peak[1]);
+    double peak[MODES] = {qkv_limit_peak(info.isa, false, info.n_threads),
+                          qkv_limit_peak(info.isa, true, info.n_threads)};
+    (void)fprintf(stderr, "%s, %d threads, peaks %.0f GFLOP/s and %.0f GOP/s, of vdpbf16ps %.0f\n",
+                  info.isa, info.n_threads, peak[0], peak[1],
+                  qkv_limit_measure(QKV_LIMIT_DOT_BF16, info.n_threads));
     (void)printf("format,n_out,k_in,rows,int8_us,int8_gops,of_int8_peak,bf16_gflops,of_bf16_peak,"
                  "int8_to_bf16\n");
     for (size_t i = 0; i < sizeof formats / sizeof formats[0]; i++) {

@@ -1,7 +1,7 @@
 /* Speed of linear by weight format and number of rows, as CSV. Beside GFLOP/s and GB/s of packed
- * weights: the share of the peak of what the instruction set multiplies with (limits.h: bf16 dot
- * products for avx512bf16, FMA for the others), measured again before each format. One thread
- * unless an argument says otherwise:
+ * weights: the share of the peak of what the instruction set multiplies with (limits.h: tiles for
+ * amx, bf16 dot products for avx512bf16, FMA for the others), measured again before each format.
+ * One thread unless an argument says otherwise:
  *
  *   bench_linear [threads [isa [n_out k_in [rows]]]] */
 #include <stdio.h>
@@ -24,23 +24,6 @@ static void die(const struct qkv_error *err)
 {
     (void)fprintf(stderr, "bench_linear: %s\n", err->msg);
     exit(1);
-}
-
-/* The peak of what the instruction set multiplies with, 0 for plain C. */
-static double measure_peak(const struct qkv_device_info *info)
-{
-    static const struct {
-        const char *isa;
-        enum qkv_limit limit;
-    } limits[] = {{"avx512bf16", QKV_LIMIT_DOT_BF16},
-                  {"avx512", QKV_LIMIT_FMA_512},
-                  {"avx2", QKV_LIMIT_FMA_256}};
-    for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
-        if (strcmp(info->isa, limits[i].isa) == 0) {
-            return qkv_limit_measure(limits[i].limit, info->n_threads);
-        }
-    }
-    return 0;
 }
 
 static struct qkv_buffer *buffer_of(const struct qkv_backend *be, struct qkv_device *dev, size_t n)
@@ -85,7 +68,7 @@ static void bench(const struct qkv_backend *be, struct qkv_device *dev, enum qkv
     struct qkv_buffer *y = buffer_of(be, dev, most * (size_t)n);
     struct qkv_device_info info;
     be->info(dev, &info);
-    double peak = measure_peak(&info);
+    double peak = qkv_limit_peak(info.isa, false, info.n_threads);
     const int32_t *rows = shape->rows != 0 ? &shape->rows : row_counts;
     size_t n_counts = shape->rows != 0 ? 1 : sizeof row_counts / sizeof row_counts[0];
     for (size_t i = 0; i < n_counts; i++) {
@@ -128,8 +111,9 @@ int main(int argc, char **argv)
     struct qkv_device_info info;
     be->info(dev, &info);
     bench_clock = info.n_threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC;
-    (void)fprintf(stderr, "%s, %d threads, peak %.1f GFLOP/s\n", info.isa, info.n_threads,
-                  measure_peak(&info));
+    (void)fprintf(stderr, "%s, %d threads, peak %.1f GFLOP/s, of vdpbf16ps %.1f\n", info.isa,
+                  info.n_threads, qkv_limit_peak(info.isa, false, info.n_threads),
+                  qkv_limit_measure(QKV_LIMIT_DOT_BF16, info.n_threads));
     (void)printf("format,n_out,k_in,rows,us,gflops,weight_gbytes_per_s,of_peak\n");
     static const enum qkv_format formats[] = {QKV_FORMAT_BF16, QKV_FORMAT_F16,  QKV_FORMAT_Q8_0,
                                               QKV_FORMAT_Q4_0, QKV_FORMAT_Q4_1, QKV_FORMAT_Q4_K,

@@ -1,9 +1,10 @@
 /* Speed of a block of experts by weight format and number of rows, as CSV, in the shape of a layer
  * of Qwen3-30B-A3B: 128 experts of [768, 2048], 8 for a row, drawn at random. `of_smallest`: the
  * time that the longer of reading the experts in use once (bandwidth with huge pages) and of their
- * multiply-adds (bf16 dot peak) would take, over the time taken. Calls take turns with eight draws,
- * so that no cache holds their experts. Limits are the larger ones of before and after a row. The
- * last line is the most memory that the program held. Two threads unless an argument says otherwise:
+ * multiply-adds (the peak of what the instruction set multiplies bf16 with) would take, over the
+ * time taken. Calls take turns with eight draws, so that no cache holds their experts. Limits are
+ * the larger ones of before and after a row. The last line is the most memory that the program
+ * held. Two threads unless an argument says otherwise:
  *
  *   bench_moe [threads [isa [experts hidden ffn top_k]]] */
 #include <stdio.h>
@@ -61,10 +62,10 @@ struct limits {
     double read, dot;
 };
 
-static struct limits measured(int n_threads)
+static struct limits measured(const struct qkv_device_info *info)
 {
-    return (struct limits){qkv_limit_measure(QKV_LIMIT_READ_HUGE, n_threads) * 1e9,
-                           qkv_limit_measure(QKV_LIMIT_DOT_BF16, n_threads) * 1e9};
+    return (struct limits){qkv_limit_measure(QKV_LIMIT_READ_HUGE, info->n_threads) * 1e9,
+                           qkv_limit_peak(info->isa, false, info->n_threads) * 1e9};
 }
 
 static double larger(double a, double b)
@@ -198,7 +199,7 @@ static void bench(const struct qkv_backend *be, struct qkv_device *dev, enum kin
                                         .factor = 1.0f};
     struct qkv_device_info info;
     be->info(dev, &info);
-    struct limits before = measured(info.n_threads);
+    struct limits before = measured(&info);
     for (size_t i = 0; i < sizeof row_counts / sizeof row_counts[0]; i++) {
         const int32_t n = row_counts[i];
         const struct qkv_moe args = {.x = x,
@@ -209,7 +210,7 @@ static void bench(const struct qkv_backend *be, struct qkv_device *dev, enum kin
                                      .experts = experts,
                                      .y = x};
         const double seconds = best_time(be, dev, logits, args);
-        const struct limits after = measured(info.n_threads);
+        const struct limits after = measured(&info);
         const double read = larger(before.read, after.read);
         const double dot = larger(before.dot, after.dot);
         before = after;

@@ -87,6 +87,50 @@ __attribute__((target("avx2,fma"))) static inline double qkv_limit_fma_256(void)
 }
 #undef QKV_LIMIT_CHAINS_OF
 
+/* All tiles are of 16 rows of 64 bytes, and zeros. */
+__attribute__((target("amx-tile"))) static inline void qkv_limit_open_tiles(void)
+{
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        config.row_bytes[i] = 64;
+        config.rows[i] = 16;
+    }
+    /* gcc does not know that all of it is read. */
+    __asm__ volatile("" ::"r"(&config) : "memory");
+    _tile_loadconfig(&config);
+}
+
+/* Four sums, two left and two right operands. */
+__attribute__((target("amx-tile,amx-bf16"))) static inline double qkv_limit_tile_bf16(void)
+{
+    qkv_limit_open_tiles();
+    for (int s = 0; s < QKV_LIMIT_STEPS; s++) {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_release();
+    return 4.0 * 16 * 16 * 64 * QKV_LIMIT_STEPS;
+}
+
+__attribute__((target("amx-tile,amx-int8"))) static inline double qkv_limit_tile_int8(void)
+{
+    qkv_limit_open_tiles();
+    for (int s = 0; s < QKV_LIMIT_STEPS; s++) {
+        _tile_dpbsud(0, 4, 6);
+        _tile_dpbsud(1, 4, 7);
+        _tile_dpbsud(2, 5, 6);
+        _tile_dpbsud(3, 5, 7);
+    }
+    _tile_release();
+    return 4.0 * 16 * 16 * 128 * QKV_LIMIT_STEPS;
+}
+
 __attribute__((target("avx512f"))) static inline void qkv_limit_sum_512(const uint8_t *p, size_t n,
                                                                         int n_streams)
 {

@@ -21,6 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -32,6 +33,8 @@ enum qkv_limit {
     QKV_LIMIT_COPY_FRESH, /* a mapped file in the page cache into new huge pages */
     QKV_LIMIT_DOT_BF16,   /* vdpbf16ps */
     QKV_LIMIT_DOT_INT8,   /* vpdpbusd */
+    QKV_LIMIT_TILE_BF16,  /* tdpbf16ps, operands in tiles */
+    QKV_LIMIT_TILE_INT8,  /* tdpbsud */
     QKV_LIMIT_FMA_512,
     QKV_LIMIT_FMA_256,
     QKV_LIMIT_COUNT
@@ -48,6 +51,8 @@ static const struct {
     [QKV_LIMIT_COPY_FRESH] = {"copy of a mapped file into fresh huge pages", "GB/s"},
     [QKV_LIMIT_DOT_BF16] = {"bf16 dot (vdpbf16ps)", "GFLOP/s"},
     [QKV_LIMIT_DOT_INT8] = {"int8 dot (vpdpbusd)", "GOP/s"},
+    [QKV_LIMIT_TILE_BF16] = {"bf16 tiles (tdpbf16ps)", "GFLOP/s"},
+    [QKV_LIMIT_TILE_INT8] = {"int8 tiles (tdpbsud)", "GOP/s"},
     [QKV_LIMIT_FMA_512] = {"fp32 FMA, 512 bits", "GFLOP/s"},
     [QKV_LIMIT_FMA_256] = {"fp32 FMA, 256 bits", "GFLOP/s"},
 };
@@ -81,6 +86,10 @@ static inline bool qkv_limit_there(enum qkv_limit limit)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bf16");
     case QKV_LIMIT_DOT_INT8:
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vnni");
+    case QKV_LIMIT_TILE_BF16:
+    case QKV_LIMIT_TILE_INT8: /* ARCH_REQ_XCOMP_PERM, as in dispatch.c */
+        return __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
+               syscall(SYS_arch_prctl, 0x1023, 18) == 0;
     case QKV_LIMIT_FMA_512:
         return __builtin_cpu_supports("avx512f");
     case QKV_LIMIT_FMA_256:
@@ -152,6 +161,12 @@ static inline void *qkv_limit_work(void *ctx)
         break;
     case QKV_LIMIT_DOT_INT8:
         t->work = qkv_limit_dot_int8();
+        break;
+    case QKV_LIMIT_TILE_BF16:
+        t->work = qkv_limit_tile_bf16();
+        break;
+    case QKV_LIMIT_TILE_INT8:
+        t->work = qkv_limit_tile_int8();
         break;
     case QKV_LIMIT_FMA_512:
         t->work = qkv_limit_fma_512();
@@ -300,6 +315,24 @@ static inline double qkv_limit_sustained(enum qkv_limit limit, int n_threads, do
         taken += one;
     }
     return work / taken;
+}
+
+/* The peak of what an instruction set multiplies with, 0 for plain C. */
+static inline double qkv_limit_peak(const char *isa, bool int8, int n_threads)
+{
+    static const struct {
+        const char *isa;
+        enum qkv_limit bf16, int8;
+    } of[] = {{"amx", QKV_LIMIT_TILE_BF16, QKV_LIMIT_TILE_INT8},
+              {"avx512bf16", QKV_LIMIT_DOT_BF16, QKV_LIMIT_DOT_INT8},
+              {"avx512", QKV_LIMIT_FMA_512, QKV_LIMIT_DOT_INT8},
+              {"avx2", QKV_LIMIT_FMA_256, QKV_LIMIT_FMA_256}};
+    for (size_t i = 0; i < sizeof of / sizeof of[0]; i++) {
+        if (strcmp(isa, of[i].isa) == 0) {
+            return qkv_limit_measure(int8 ? of[i].int8 : of[i].bf16, n_threads);
+        }
+    }
+    return 0;
 }
 
 #endif
