@@ -32,6 +32,8 @@ static inline void amx_shape(int rows, int lanes)
         config.rows[i] = (uint8_t)(i < 6 ? rows : lanes);
         config.row_bytes[i] = (uint16_t)(i == 4 || i == 5 ? 4 * lanes : AMX_ROW_BYTES);
     }
+    /* gcc 12 believes that the first 8 bytes are all that is read. */
+    __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
 
