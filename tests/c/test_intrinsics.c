@@ -52,13 +52,22 @@ static float without_denormals(float x)
     return qkv_f32_from_bits((bits & INFINITE) == 0 ? bits & 0x80000000 : bits);
 }
 
+/* Rounded once; "FTZ": a zero if that is below 2^-126 with as many digits as any number has, i.e.
+ * if x * y + sum is more than half of 2^-150 below. */
+static float multiply_add(float x, float y, float sum)
+{
+    float rounded = fmaf(x, y, sum);
+    bool tiny = fabsf(rounded) <= 0x1p-126f && fabs(fma(x, y, sum)) < 0x1p-126 - 0x1p-151;
+    return tiny ? copysignf(0, rounded) : rounded;
+}
+
 static float dpbf16(float sum, const uint16_t *a, const uint16_t *b)
 {
     sum = without_denormals(sum);
     for (int i = 1; i >= 0; i--) {
         float x = without_denormals(qkv_bf16_to_f32(a[i]));
         float y = without_denormals(qkv_bf16_to_f32(b[i]));
-        sum = without_denormals(fmaf(x, y, sum));
+        sum = multiply_add(x, y, sum);
     }
     return sum;
 }
@@ -276,6 +285,9 @@ static const struct {
     {"dpbf16_ps", 0x3f800000, 0x00010001, 0x7f007f00, 0x3f800000},
     {"dpbf16_ps", 0x007fffff, 0, 0, 0},
     {"dpbf16_ps", 0, 0x0d800d80, 0x30803080, 0},
+    /* 2^-126 - 1.5 * 2^-151, which has 24 digits below 2^-126; 2^-126 - 2^-151 is a tie */
+    {"dpbf16_ps", 0x00800000, 0x1a000000, 0x99c00000, 0},
+    {"dpbf16_ps", 0x00800000, 0x1a000000, 0x99800000, 0x00800000},
     /* the sum wraps; the products do not saturate at 16 bits: 4 * 255 * -128 */
     {"dpbusd_epi32", 0x7fffffff, 0x000000ff, 0x0000007f, 0x80007e80},
     {"dpbusd_epi32", 0, 0xffffffff, 0x80808080, 0xfffe0200},

@@ -22,23 +22,29 @@ EMULATED __m128i _mm_dpbusd_epi32(__m128i sum, __m128i a, __m128i b)
 /* ---- vdpbf16ps: the odd elements' product is added first, then the even ones', each in one
  * rounding to nearest even; denormals that go in or come out are zeros of their sign ---- */
 
-EMULATED __m256 emu_flushed(__m256 a)
-{
-    __m256 sign = _mm256_set1_ps(-0.0f);
-    __m256 magnitude = _mm256_andnot_ps(sign, a);
-    __m256 denormal = _mm256_cmp_ps(magnitude, _mm256_set1_ps(0x1p-126f), _CMP_LT_OQ);
-    return _mm256_andnot_ps(_mm256_andnot_ps(sign, denormal), a);
-}
+/* DAZ and FTZ, all exceptions masked. gcc moves arithmetic across changes of MXCSR, but not what
+ * stands between two lines that hold its value fast, nor a call that writes memory. */
+enum { EMU_MXCSR = 0x9fc0 };
+#define EMU_HELD(value) __asm__ volatile("" : "+x"(value))
+
 EMULATED __m256 emu_odd_bf16(__m256i a)
 {
-    __m256i high = _mm256_and_si256(a, _mm256_set1_epi32((int)0xffff0000u));
-    return emu_flushed(_mm256_castsi256_ps(high));
+    return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32((int)0xffff0000u)));
+}
+EMULATED __m256 emu_even_bf16(__m256i a)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16));
 }
 EMULATED_CALL __m256 emu_add_dpbf16(__m256 sum, __m256i a, __m256i b)
 {
-    sum = emu_flushed(_mm256_fmadd_ps(emu_odd_bf16(a), emu_odd_bf16(b), emu_flushed(sum)));
-    __m256 a_even = emu_odd_bf16(_mm256_slli_epi32(a, 16));
-    return emu_flushed(_mm256_fmadd_ps(a_even, emu_odd_bf16(_mm256_slli_epi32(b, 16)), sum));
+    unsigned own = _mm_getcsr();
+    _mm_setcsr(EMU_MXCSR);
+    EMU_HELD(sum);
+    sum = _mm256_fmadd_ps(emu_odd_bf16(a), emu_odd_bf16(b), sum);
+    sum = _mm256_fmadd_ps(emu_even_bf16(a), emu_even_bf16(b), sum);
+    EMU_HELD(sum);
+    _mm_setcsr(own);
+    return sum;
 }
 EMULATED __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b)
 {
@@ -47,6 +53,13 @@ EMULATED __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b)
 }
 
 /* vcvtneps2bf16: to nearest even; denormals become zeros, NaNs are cut off and made quiet. */
+EMULATED __m256 emu_flushed(__m256 a)
+{
+    __m256 sign = _mm256_set1_ps(-0.0f);
+    __m256 magnitude = _mm256_andnot_ps(sign, a);
+    __m256 denormal = _mm256_cmp_ps(magnitude, _mm256_set1_ps(0x1p-126f), _CMP_LT_OQ);
+    return _mm256_andnot_ps(_mm256_andnot_ps(sign, denormal), a);
+}
 EMULATED_CALL __m256i emu_nearest_bf16(__m256 a)
 {
     __m256i bits = _mm256_castps_si256(emu_flushed(a));

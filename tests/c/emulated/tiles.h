@@ -74,14 +74,6 @@ EMULATED __m256i emu_every(const __m256i *row, int k)
 
 /* ---- tdpbf16ps: vec_amx.h has the order of additions ---- */
 
-EMULATED __m256 emu_even_pair(__m256i a)
-{
-    return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16));
-}
-EMULATED __m256 emu_odd_pair(__m256i a)
-{
-    return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32((int)0xffff0000u)));
-}
 EMULATED_CALL void emu_add_tile_bf16(int sum, int a, int b, const __m256i *lanes)
 {
     int pairs = emu_tiles.rows[b];
@@ -92,8 +84,8 @@ EMULATED_CALL void emu_add_tile_bf16(int sum, int a, int b, const __m256i *lanes
             for (int k = 0; k < pairs; k++) {
                 __m256i x = emu_every(emu_tiles.row[a][m], k);
                 __m256i y = emu_tiles.row[b][k][half];
-                even = _mm256_fmadd_ps(emu_even_pair(x), emu_even_pair(y), even);
-                odd = _mm256_fmadd_ps(emu_odd_pair(x), emu_odd_pair(y), odd);
+                even = _mm256_fmadd_ps(emu_even_bf16(x), emu_even_bf16(y), even);
+                odd = _mm256_fmadd_ps(emu_odd_bf16(x), emu_odd_bf16(y), odd);
             }
             __m256i *to = &emu_tiles.row[sum][m][half];
             __m256 out = _mm256_add_ps(_mm256_castsi256_ps(*to), _mm256_add_ps(even, odd));
@@ -101,13 +93,11 @@ EMULATED_CALL void emu_add_tile_bf16(int sum, int a, int b, const __m256i *lanes
         }
     }
 }
-/* Denormals that go in or come out are zeros, as MXCSR has it with DAZ and FTZ; all exceptions are
- * masked, rounding is to nearest even. */
 EMULATED_CALL void _tile_dpbf16ps(int sum, int a, int b)
 {
     __m512i lanes = emu_product_lanes(sum, a, b);
     unsigned own = _mm_getcsr();
-    _mm_setcsr(0x9fc0);
+    _mm_setcsr(EMU_MXCSR);
     emu_add_tile_bf16(sum, a, b, &lanes.low);
     _mm_setcsr(own);
 }
