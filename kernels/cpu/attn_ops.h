@@ -17,7 +17,7 @@ enum {
      * sequence was cut. A multiple of QKV_PAGE_TOKENS. */
     QKV_ATTN_SEGMENT = 256,
     QKV_ATTN_SEGMENT_PAGES = QKV_ATTN_SEGMENT / QKV_PAGE_TOKENS,
-    QKV_ATTN_TILE_ROWS = 8,  /* query rows that go through a segment together, at most */
+    QKV_ATTN_TILE_ROWS = 32, /* query rows that go through a segment together, at most */
     QKV_ATTN_TILE_PAGES = 4, /* decoded at a time for one tile: 16 KiB of bf16 in 128 channels */
     /* Most query rows (tokens x heads that share a KV head) of a unit of work, unless one token
      * alone has more. Many share a decoded page; a latent layer has fewer, with wide outputs. */

@@ -7,4 +7,6 @@
 
 #include "special_bf16.inc"
 
+#include "special_attn_amx.inc"
+
 #include "body_attn_table.inc"
