@@ -35,21 +35,23 @@ EMULATED __m256 emu_even_bf16(__m256i a)
 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16));
 }
-EMULATED_CALL __m256 emu_add_dpbf16(__m256 sum, __m256i a, __m256i b)
+EMULATED __m256 emu_add_dpbf16(__m256 sum, __m256i a, __m256i b)
+{
+    sum = _mm256_fmadd_ps(emu_odd_bf16(a), emu_odd_bf16(b), sum);
+    return _mm256_fmadd_ps(emu_even_bf16(a), emu_even_bf16(b), sum);
+}
+EMULATED_CALL __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b)
 {
     unsigned own = _mm_getcsr();
     _mm_setcsr(EMU_MXCSR);
-    EMU_HELD(sum);
-    sum = _mm256_fmadd_ps(emu_odd_bf16(a), emu_odd_bf16(b), sum);
-    sum = _mm256_fmadd_ps(emu_even_bf16(a), emu_even_bf16(b), sum);
-    EMU_HELD(sum);
+    EMU_HELD(sum.low);
+    EMU_HELD(sum.high);
+    sum.low = emu_add_dpbf16(sum.low, a.low, b.low);
+    sum.high = emu_add_dpbf16(sum.high, a.high, b.high);
+    EMU_HELD(sum.low);
+    EMU_HELD(sum.high);
     _mm_setcsr(own);
     return sum;
-}
-EMULATED __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b)
-{
-    return (__m512){emu_add_dpbf16(sum.low, a.low, b.low),
-                    emu_add_dpbf16(sum.high, a.high, b.high)};
 }
 
 /* vcvtneps2bf16: to nearest even; denormals become zeros, NaNs are cut off and made quiet. */
