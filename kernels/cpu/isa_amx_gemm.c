@@ -5,6 +5,7 @@
 
 #define ISA(x) x##_amx
 #define GEMM_F32 &qkv_cpu_gemm_ops_avx512
+#define GEMM_CHUNK 32
 #define GEMM_TILES "special_amx_gemm.inc"
 
 #include "special_bf16.inc"
