@@ -317,7 +317,7 @@ static size_t count_sums(const struct qkv_cpu_product *product)
 /* Per thread: what the GEMM wants, and two rows of floats where rows are made whole. */
 static size_t thread_scratch(const struct qkv_cpu_product *product)
 {
-    size_t gemm = product->ops->scratch_bytes(product->pack.n_rows);
+    size_t gemm = product->ops->scratch_bytes(product->pack.n_rows, product->pack.k);
     size_t rows = 2 * qkv_round_up((size_t)product->pack.k, 16) * sizeof(float);
     rows = product->bytes || product->whole ? rows : 0;
     return qkv_round_up(gemm > rows ? gemm : rows, 64);

@@ -83,9 +83,10 @@ struct qkv_cpu_gemm_ops {
     /* y += sum over i of weights[i] * rows[i], the sum from i = 0 on */
     void (*weighted_add)(float *y, const float *const *rows, const float *weights, int32_t n_rows,
                          int32_t n);
-    /* Columns of panels [begin, end) for all rows. `scratch`: scratch_bytes(n_rows), 64-aligned. */
+    /* Columns of panels [begin, end) for all rows. `scratch`: scratch_bytes(n_rows, k), 64-aligned.
+     */
     void (*gemm)(const struct qkv_cpu_gemm *args, int32_t begin, int32_t end, void *scratch);
-    size_t (*scratch_bytes)(int32_t n_rows);
+    size_t (*scratch_bytes)(int32_t n_rows, int32_t k);
     /* The same with activations in int8 (body_int8.inc), for weights in the byte layout: bytes of a
      * packed code; blocks of K [begin, end) of a row, as pack_row; panels [begin, end). */
     size_t int8_cell_bytes;

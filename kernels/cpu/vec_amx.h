@@ -43,6 +43,19 @@ static inline void amx_done(void)
     _tile_release();
 }
 
+/* Vectors that stand for tiles treat denormals as those do. Returns what amx_denormals_back takes. */
+static inline unsigned amx_denormals_off(void)
+{
+    const unsigned flush_to_zero_and_denormals_are_zero = 0x8040;
+    const unsigned mxcsr = _mm_getcsr();
+    _mm_setcsr(mxcsr | flush_to_zero_and_denormals_are_zero);
+    return mxcsr;
+}
+static inline void amx_denormals_back(unsigned mxcsr)
+{
+    _mm_setcsr(mxcsr);
+}
+
 /* gcc does not know that tiles are loaded from memory: what was stored there is to be there. */
 static inline void amx_stored(void)
 {
