@@ -43,7 +43,7 @@ static inline void amx_done(void)
     _tile_release();
 }
 
-/* Vectors that stand for tiles treat denormals as those do. Returns what amx_denormals_back takes. */
+/* Vectors that stand for tiles treat denormals as those do. Returns what is to be set back. */
 static inline unsigned amx_denormals_off(void)
 {
     const unsigned flush_to_zero_and_denormals_are_zero = 0x8040;
