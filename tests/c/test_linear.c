@@ -260,11 +260,11 @@ static double worst_error(const struct job *job, enum qkv_compute compute, const
 /* Rows of `all` again with fewer rows, and with two threads. */
 static void check_rows(const char *isa, const struct job *all, const float *y)
 {
-    static const int32_t row_counts[] = {1, 2, 3, 4, 5, 7, 8, 10, 12, 13};
+    static const int32_t row_counts[] = {1, 2, 3, 4, 5, 7, 8, 10, 12, 13, 16, 17, 35};
     size_t columns = (size_t)job_columns(all);
     struct job job = *all;
     for (size_t i = 0; i < sizeof row_counts / sizeof row_counts[0]; i++) {
-        int32_t rows[16];
+        int32_t rows[35];
         job.n_rows = row_counts[i];
         job.row_index = rows;
         for (int32_t r = 0; r < job.n_rows; r++) {
@@ -318,6 +318,32 @@ static void check_format(enum qkv_format format, int32_t n_rows, int32_t n, int3
     free(first_f32);
     free(x);
     free_matrix(&m);
+}
+
+/* Where products and sums are denormal, rows alone have the bits of many, too. */
+static void test_small_values(void)
+{
+    enum { ROWS = 29, N = 40, K = 300 };
+    static const enum qkv_format formats[] = {QKV_FORMAT_BF16, QKV_FORMAT_F32, QKV_FORMAT_Q8_0};
+    float *x = random_floats((size_t)ROWS * 320);
+    for (size_t i = 0; i < (size_t)ROWS * 320; i++) {
+        x[i] = ldexpf(x[i], -118 - (int)(i * 7 % 13));
+    }
+    for (size_t f = 0; f < sizeof formats / sizeof formats[0]; f++) {
+        const int32_t k = formats[f] == QKV_FORMAT_Q8_0 ? 320 : K;
+        struct matrix m = make_matrix(formats[f], N, k);
+        struct job job = {
+            .x = x, .x_floats = (size_t)ROWS * 320, .n_rows = ROWS, .n_weights = 1, .m = {&m}};
+        for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
+            if (isa->usable()) {
+                float *y = run_job(isa->name, QKV_COMPUTE_BF16, 1, &job, NULL);
+                check_rows(isa->name, &job, y);
+                free(y);
+            }
+        }
+        free_matrix(&m);
+    }
+    free(x);
 }
 
 static void test_formats(void)
@@ -831,6 +857,6 @@ static void check_backend(void)
     CHECK_EQ_INT(cpu->size, sizeof *cpu);
 }
 
-CHECK_MAIN(check_backend, test_isa_choice, test_formats, test_magnitudes, test_many_rows,
-           test_prologues_epilogues, test_nonfinite, test_largest_weight, test_embed, test_norm_add,
-           test_bad_weights, test_bad_linear, test_bad_batches)
+CHECK_MAIN(check_backend, test_isa_choice, test_formats, test_small_values, test_magnitudes,
+           test_many_rows, test_prologues_epilogues, test_nonfinite, test_largest_weight,
+           test_embed, test_norm_add, test_bad_weights, test_bad_linear, test_bad_batches)
