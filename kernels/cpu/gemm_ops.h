@@ -3,9 +3,9 @@
  *
  * One output element is one chain of fused multiply-adds over k in rising order, per scale group; a
  * group's sum then goes into the total by fma(scale, sum, total), then fma(min, sum of x, total).
- * This order is the same for one row and for a thousand. avx512bf16 takes k in pairs (vdpbf16ps), amx
- * in chunks (special_amx_gemm.inc), the others give the same bits as each other, because products of bf16 and of codes are exact (but
- * for activations below 2^-90, which are 0 to avx2). */
+ * This order is the same for one row and for a thousand. avx512bf16 takes k in pairs (vdpbf16ps),
+ * amx in chunks (special_amx_gemm.inc); the others give the same bits as each other, as products of
+ * bf16 and of codes are exact (but for activations below 2^-90, which are 0 to avx2). */
 #ifndef QKV_CPU_GEMM_OPS_H
 #define QKV_CPU_GEMM_OPS_H
 
