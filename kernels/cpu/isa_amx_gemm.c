@@ -10,6 +10,7 @@
 
 #include "special_bf16.inc"
 
+#include "special_int8_amx.inc"
 #include "special_int8_avx512.inc"
 
 #include "body_gemm_table.inc"

@@ -178,7 +178,7 @@ static void check_size(enum qkv_format format, int32_t n, int32_t k, int32_t n_r
  * are not; one to three blocks of K. */
 static void test_definition(void)
 {
-    static const int32_t row_counts[] = {1, 2, 3, 5, 6, 7, 13, 20};
+    static const int32_t row_counts[] = {1, 2, 3, 5, 6, 7, 13, 20, 35};
     static const int32_t columns[] = {1, 31, 33, 70};
     int turn = 0;
     for (int f = 0; f < QKV_FORMAT_COUNT; f++) {
