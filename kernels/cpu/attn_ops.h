@@ -17,6 +17,8 @@ enum {
      * sequence was cut. A multiple of QKV_PAGE_TOKENS. */
     QKV_ATTN_SEGMENT = 256,
     QKV_ATTN_SEGMENT_PAGES = QKV_ATTN_SEGMENT / QKV_PAGE_TOKENS,
+    /* Floats of a row of scores: were it a power of two, rows would share sets of the first cache. */
+    QKV_ATTN_SCORES = QKV_ATTN_SEGMENT + 16,
     QKV_ATTN_TILE_ROWS = 32, /* query rows that go through a segment together, at most */
     QKV_ATTN_TILE_PAGES = 4, /* decoded at a time for one tile: 16 KiB of bf16 in 128 channels */
     /* Most query rows (tokens x heads that share a KV head) of a unit of work, unless one token
@@ -104,7 +106,7 @@ struct qkv_attn_work {
     float *x;       /* [max(D, V)] */
     float *q;       /* [R, D] floats, or bf16 in the same place */
     float *q_scale; /* [R] */
-    float *s;       /* [QKV_ATTN_TILE_ROWS, QKV_ATTN_SEGMENT] scores, then weights */
+    float *s;       /* [QKV_ATTN_TILE_ROWS, QKV_ATTN_SCORES] scores, then weights */
     float *o;       /* [R, V] */
     float *part;    /* [qkv_attn_part_floats(R, V)] of a segment */
     float *m;       /* [R] */

@@ -288,7 +288,7 @@ static void carve_work(struct carver *carver, const struct plan *plan, struct qk
     work->x = carve(carver, (k_pad > v_pad ? k_pad : v_pad) * sizeof(float));
     work->q = carve(carver, rows * k_pad * sizeof(float));
     work->q_scale = carve(carver, rows * sizeof(float));
-    work->s = carve(carver, (size_t)QKV_ATTN_TILE_ROWS * QKV_ATTN_SEGMENT * sizeof(float));
+    work->s = carve(carver, (size_t)QKV_ATTN_TILE_ROWS * QKV_ATTN_SCORES * sizeof(float));
     work->o = carve(carver, rows * v_pad * sizeof(float));
     work->part = carve(carver, qkv_attn_part_floats(rows, v_pad) * sizeof(float));
     work->m = carve(carver, rows * sizeof(float));
