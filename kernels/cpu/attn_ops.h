@@ -17,7 +17,7 @@ enum {
      * sequence was cut. A multiple of QKV_PAGE_TOKENS. */
     QKV_ATTN_SEGMENT = 256,
     QKV_ATTN_SEGMENT_PAGES = QKV_ATTN_SEGMENT / QKV_PAGE_TOKENS,
-    /* Floats of a row of scores: were it a power of two, rows would share sets of the first cache. */
+    /* Floats of a row of scores: of a power of two, rows would share sets of the first cache. */
     QKV_ATTN_SCORES = QKV_ATTN_SEGMENT + 16,
     QKV_ATTN_TILE_ROWS = 32, /* query rows that go through a segment together, at most */
     QKV_ATTN_TILE_PAGES = 4, /* decoded at a time for one tile: 16 KiB of bf16 in 128 channels */
