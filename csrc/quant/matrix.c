@@ -399,7 +399,7 @@ static bool form_of_groups(const struct qkv_matrix *m, struct qkv_form *out)
         out->scale = QKV_SCALE_F32;
     }
     out->min = form_min(m);
-    return true;
+    return out->code != QKV_CODE_T4X2 || out->min == QKV_SCALE_NONE; /* no kernel has both */
 }
 
 static bool form_of_codes(const struct qkv_matrix *m, struct qkv_form *out)

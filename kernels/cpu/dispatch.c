@@ -87,7 +87,8 @@ static bool usable_avx512bf16(void)
 }
 
 /* Linux gives a process the tiles when it asks (Documentation/arch/x86/xstate.rst), and says no
- * where a thread's signal stack is too small for them. */
+ * where a thread's signal stack is too small for them; from then on such a stack is refused. So
+ * asking whether amx is usable is asking for it. */
 static bool may_use_tiles(void)
 {
 #if defined(QKV_EMULATE_AVX512)
@@ -126,17 +127,16 @@ enum qkv_status qkv_cpu_isa_select(struct qkv_error *err, const char *name,
 {
     char known[128] = "";
     for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
-        if (!isa->usable()) {
-            continue;
-        }
-        if (name == NULL || strcmp(name, isa->name) == 0) {
+        if ((name == NULL || strcmp(name, isa->name) == 0) && isa->usable()) {
             *out = isa->ops;
             return QKV_OK;
         }
-        if (known[0] != '\0') {
-            strncat(known, ", ", sizeof known - strlen(known) - 1);
+    }
+    for (const struct qkv_cpu_isa *isa = qkv_cpu_isas; isa->name != NULL; isa++) {
+        if (isa->usable()) {
+            strncat(known, known[0] != '\0' ? ", " : "", sizeof known - strlen(known) - 1);
+            strncat(known, isa->name, sizeof known - strlen(known) - 1);
         }
-        strncat(known, isa->name, sizeof known - strlen(known) - 1);
     }
     return qkv_fail(err, QKV_ERR_UNSUPPORTED, "instruction set \"%s\": this machine has %s",
                     name == NULL ? "" : name, known);

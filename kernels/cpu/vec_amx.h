@@ -1,6 +1,6 @@
 /* Tiles of AMX (Intel SDM volume 1, chapter 18): eight registers of up to 16 rows of 64 bytes, and
  * products of two of them. Here registers 0 to 3 hold sums, 4 and 5 rows of the left operand, 6 and
- * 7 of the right one. Their numbers are constants, so what uses them are macros.
+ * 7 of the right one. Their numbers are constants in the instruction.
  *
  * tdpbf16ps, for each row of the left tile and each lane: the even elements' products in one chain
  * of fused multiply-adds from zero, the odd ones' in another, in rising order; then the sum of both
@@ -32,7 +32,7 @@ static inline void amx_shape(int rows, int lanes)
         config.rows[i] = (uint8_t)(i < 6 ? rows : lanes);
         config.row_bytes[i] = (uint16_t)(i == 4 || i == 5 ? 4 * lanes : AMX_ROW_BYTES);
     }
-    /* gcc 12 believes that the first 8 bytes are all that is read. */
+    /* gcc 12 believes that the first 8 bytes are all that is read; amx_stored(), too. */
     __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
@@ -56,7 +56,8 @@ static inline void amx_denormals_back(unsigned mxcsr)
     _mm_setcsr(mxcsr);
 }
 
-/* gcc does not know that tiles are loaded from memory: what was stored there is to be there. */
+/* gcc does not know that tiles are loaded from memory: what was stored there since amx_shape() or
+ * the last stored tile is to be there. */
 static inline void amx_stored(void)
 {
     __asm__ volatile("" ::: "memory");

@@ -912,5 +912,24 @@ static void test_all_forms(void)
     }
 }
 
-CHECK_MAIN(find_backend, test_all_forms, test_quantized_inputs, test_int8_inputs, test_extreme_rows,
-           test_native_rows, test_native_blocks, test_k_order, test_k_scale, test_different_inputs)
+/* Minima go with a table of one term; one of two becomes values. */
+static void test_tables_with_minima(void)
+{
+    for (int c = 5; c <= 6; c++) {
+        struct qkv_matrix m =
+            make_matrix(&codes_kinds[c], QKV_FORMAT_F16, QKV_FORMAT_F16, 32, 33, 96);
+        struct qkv_form form = {0};
+        CHECK_OK(qkv_matrix_check(&err, &m), err);
+        qkv_matrix_form(&m, &form);
+        CHECK_EQ_INT(form.code, c == 5 ? QKV_CODE_T4 : QKV_CODE_BF16X2);
+        if (c == 5) {
+            check_products(&m, false);
+            check_embed(&m, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16);
+        }
+        free_matrix(&m);
+    }
+}
+
+CHECK_MAIN(find_backend, test_all_forms, test_tables_with_minima, test_quantized_inputs,
+           test_int8_inputs, test_extreme_rows, test_native_rows, test_native_blocks, test_k_order,
+           test_k_scale, test_different_inputs)

@@ -320,6 +320,24 @@ static void check_format(enum qkv_format format, int32_t n_rows, int32_t n, int3
     free_matrix(&m);
 }
 
+/* Kernels leave rounding and denormals (MXCSR) as they were, and hold no tiles (bit 18 of XINUSE,
+ * Intel SDM volume 1, section 13.6). */
+static void check_state(const char *isa)
+{
+#if defined(__x86_64__)
+    CHECK_EQ_INT(__builtin_ia32_stmxcsr() & 0xffc0u, 0x1f80);
+#if !defined(QKV_EMULATE_AVX512)
+    if (strcmp(isa, "amx") == 0) {
+        uint32_t low;
+        uint32_t high;
+        __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(1));
+        CHECK_EQ_INT(low >> 18 & 1, 0);
+    }
+#endif
+#endif
+    (void)isa;
+}
+
 /* Where products and sums are denormal, rows alone have the bits of many, too. */
 static void test_small_values(void)
 {
@@ -338,6 +356,7 @@ static void test_small_values(void)
             if (isa->usable()) {
                 float *y = run_job(isa->name, QKV_COMPUTE_BF16, 1, &job, NULL);
                 check_rows(isa->name, &job, y);
+                check_state(isa->name);
                 free(y);
             }
         }
@@ -398,15 +417,15 @@ static void test_magnitudes(void)
 }
 
 /* More rows than the GEMM holds totals for at a time: the same bits as those rows alone. */
-static void check_many_rows(const char *isa, enum qkv_format format)
+static void check_many_rows(const char *isa, enum qkv_format format, int32_t n_rows, int32_t k)
 {
-    enum { N = 33, K = 288, ROWS = 1100, SOME = 40 };
-    struct matrix m = make_matrix(format, N, K);
-    float *x = random_floats((size_t)ROWS * K);
-    struct job job = {
-        .x = x, .x_floats = (size_t)ROWS * K, .n_rows = ROWS, .n_weights = 1, .m = {&m}};
+    enum { N = 33, SOME = 40 };
+    struct matrix m = make_matrix(format, N, k);
+    size_t x_floats = (size_t)n_rows * (size_t)k;
+    float *x = random_floats(x_floats);
+    struct job job = {.x = x, .x_floats = x_floats, .n_rows = n_rows, .n_weights = 1, .m = {&m}};
     float *y = run_job(isa, QKV_COMPUTE_BF16, 2, &job, NULL);
-    for (int32_t first = 0; first + SOME <= ROWS; first += 212) {
+    for (int32_t first = 0; first + SOME <= n_rows; first += n_rows / 5 - 8) {
         int32_t rows[SOME];
         for (int32_t r = 0; r < SOME; r++) {
             rows[r] = first + r;
@@ -426,8 +445,12 @@ static void test_many_rows(void)
 {
     for (const struct qkv_cpu_isa *isa = kernel_isas(); isa->name != NULL; isa++) {
         if (isa->usable()) {
-            check_many_rows(isa->name, QKV_FORMAT_BF16);
-            check_many_rows(isa->name, QKV_FORMAT_Q5_1);
+            check_many_rows(isa->name, QKV_FORMAT_BF16, 1100, 288);
+            check_many_rows(isa->name, QKV_FORMAT_Q5_1, 1100, 288);
+            check_many_rows(isa->name, QKV_FORMAT_F16, 1089, 40);
+            check_many_rows(isa->name, QKV_FORMAT_Q6_K, 1026, 256);
+            check_many_rows(isa->name, QKV_FORMAT_BF16, 130, 8456); /* few at once */
+            check_many_rows(isa->name, QKV_FORMAT_Q4_0, 129, 8448);
         }
     }
 }
