@@ -21,23 +21,33 @@ static size_t memory_left(void)
     return emulate::memory_left();
 }
 
+/* Before a block, its size: what malloc makes of one differs from call to call. */
+enum { SIZE_BYTES = 64 };
+
 enum qkv_status qkv_cuda_alloc(struct qkv_error *err, size_t n_bytes, void **out)
 {
     size_t n = n_bytes == 0 ? 1 : n_bytes;
     if (n > memory_left()) {
         return no_memory(err, n, "out of memory");
     }
-    QKV_TRY(qkv_calloc(err, n, 1, out));
-    emulate::memory_taken(*out);
+    void *block = NULL;
+    QKV_TRY(qkv_calloc(err, SIZE_BYTES + n, 1, &block));
+    memcpy(block, &n, sizeof n);
+    emulate::memory_taken(n);
+    *out = (uint8_t *)block + SIZE_BYTES;
     return QKV_OK;
 }
 
 void qkv_cuda_free(void *data)
 {
-    if (data != NULL) {
-        emulate::memory_given(data);
+    if (data == NULL) {
+        return;
     }
-    free(data);
+    void *block = (uint8_t *)data - SIZE_BYTES;
+    size_t n = 0;
+    memcpy(&n, block, sizeof n);
+    emulate::memory_given(n);
+    free(block);
 }
 
 enum qkv_status qkv_cuda_select(struct qkv_error *err, const struct qkv_device *dev)

@@ -2,7 +2,6 @@
 #include "emulate.cuh"
 
 #include <errno.h>
-#include <malloc.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -414,14 +413,14 @@ size_t memory_left()
     return memory_size(&size) && used < size ? size - used : 0;
 }
 
-void memory_taken(void *block)
+void memory_taken(size_t n_bytes)
 {
-    __atomic_add_fetch(&memory_used, malloc_usable_size(block), __ATOMIC_RELAXED);
+    __atomic_add_fetch(&memory_used, n_bytes, __ATOMIC_RELAXED);
 }
 
-void memory_given(void *block)
+void memory_given(size_t n_bytes)
 {
-    __atomic_sub_fetch(&memory_used, malloc_usable_size(block), __ATOMIC_RELAXED);
+    __atomic_sub_fetch(&memory_used, n_bytes, __ATOMIC_RELAXED);
 }
 
 } // namespace emulate

@@ -115,8 +115,8 @@ extern thread_local int gpu_now;
 bool memory_size(size_t *out);
 size_t memory_left();
 /* A block was taken, or is given back. */
-void memory_taken(void *block);
-void memory_given(void *block);
+void memory_taken(size_t n_bytes);
+void memory_given(size_t n_bytes);
 
 } // namespace emulate
 
