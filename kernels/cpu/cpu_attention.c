@@ -20,6 +20,7 @@ struct store_unit {
     int32_t seq;
     int32_t begin; /* tokens of the sequence's rows */
     int32_t end;
+    size_t cost_before; /* of the units before this one */
 };
 
 struct plan {
@@ -36,6 +37,7 @@ struct plan {
     size_t n_seqs;
     size_t n_observed; /* sequences whose pool is */
     size_t n_stores;
+    size_t store_cost; /* of all */
     size_t n_attends;
     int32_t n_groups;    /* of query heads */
     int32_t unit_tokens; /* of a unit, at most */
@@ -146,16 +148,17 @@ static void cut_tokens(struct plan *plan, const struct qkv_batch *batch)
     plan->unit_tokens = n;
 }
 
-/* Keys that a unit reads, times its rows, plus what a unit costs anyway. */
+/* Reading a key takes as long as what some rows compute with it, a unit as long as some keys. */
+enum { ROWS_OF_A_READ = 8, KEYS_OF_A_UNIT = 16 };
+
 static size_t unit_cost(const struct plan *plan, const struct qkv_attn_unit *unit)
 {
     const struct qkv_attn_seq *seq = unit->seq;
     int32_t n_tokens = unit->end - unit->begin;
     int32_t n_keys =
         seq->first_pos + unit->end - qkv_attn_first_key(&plan->call, seq->first_pos + unit->begin);
-    /* One row alone waits for memory about as long as four compute. */
     size_t rows = (size_t)n_tokens * (size_t)plan->call.group;
-    return (size_t)(n_keys + 16) * (rows < 4 ? 4 : rows);
+    return (size_t)(n_keys + KEYS_OF_A_UNIT) * (rows + ROWS_OF_A_READ);
 }
 
 /* Where a unit is cut whose share `share` (0 to 1) is for threads that are full then: a segment. */
@@ -219,10 +222,14 @@ static void cut_units(struct plan *plan)
     plan->piece_cut[0] = 0;
 }
 
+/* Reaching a page takes as long as writing some tokens to it. */
+enum { TOKENS_OF_A_PAGE = 4 };
+
 static void fill_units(struct plan *plan, const struct qkv_batch *batch, int32_t layer)
 {
     int32_t n_tokens = plan->unit_tokens;
     size_t n_stores = 0;
+    size_t store_cost = 0;
     size_t n_attends = 0;
     for (int32_t i = 0; i < batch->n_seqs; i++) {
         const struct qkv_batch_seq *from = &batch->seqs[i];
@@ -239,7 +246,8 @@ static void fill_units(struct plan *plan, const struct qkv_batch *batch, int32_t
         plan->n_observed += seq->observed;
         for (int32_t begin = 0; begin < seq->n_rows;) {
             int32_t end = next_cut(seq, begin, QKV_PAGE_TOKENS);
-            plan->stores[n_stores++] = (struct store_unit){i, begin, end};
+            plan->stores[n_stores++] = (struct store_unit){i, begin, end, store_cost};
+            store_cost += (size_t)(end - begin) + TOKENS_OF_A_PAGE;
             begin = end;
         }
         for (int32_t head = 0; head < plan->n_groups; head++) {
@@ -259,6 +267,7 @@ static void fill_units(struct plan *plan, const struct qkv_batch *batch, int32_t
     }
     plan->n_seqs = (size_t)batch->n_seqs;
     plan->n_stores = n_stores;
+    plan->store_cost = store_cost;
     plan->n_attends = n_attends;
 }
 
@@ -403,10 +412,13 @@ static void run_phases(void *ctx, size_t begin, size_t end, int thread)
     (void)end;
     carve_work(&carver, plan, &work);
     work.thread = thread;
-    for (size_t i = plan->n_stores * t / plan->n_threads;
-         i < plan->n_stores * (t + 1) / plan->n_threads; i++) {
+    size_t first = plan->store_cost * t / plan->n_threads;
+    size_t last = plan->store_cost * (t + 1) / plan->n_threads;
+    for (size_t i = 0; i < plan->n_stores; i++) {
         const struct store_unit *unit = &plan->stores[i];
-        plan->ops->store(&plan->call, &plan->seqs[unit->seq], unit->begin, unit->end, &work);
+        if (first <= unit->cost_before && unit->cost_before < last) {
+            plan->ops->store(&plan->call, &plan->seqs[unit->seq], unit->begin, unit->end, &work);
+        }
     }
     if (plan->n_observed > 0) {
         observe(plan, t, &work);
