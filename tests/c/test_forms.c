@@ -217,6 +217,7 @@ struct bench {
     const struct qkv_weight *weight[3];
     int32_t n; /* columns of all */
     int32_t k;
+    bool add; /* to y, which is zeros */
 };
 
 static struct bench open_bench(const char *isa, enum qkv_compute compute,
@@ -252,6 +253,7 @@ static float *run(const struct bench *b, const float *x, int32_t x_rows, const i
                               .row_index = rows,
                               .n_rows = n_rows,
                               .n_weights = b->n_weights,
+                              .epilogue = b->add ? QKV_EPILOGUE_ADD : QKV_EPILOGUE_STORE,
                               .y = make_buffer(b->dev, NULL, n_y)};
     memcpy(args.weight, b->weight, sizeof args.weight);
     CHECK_OK(cpu->linear(&err, b->dev, &args), err);
@@ -348,6 +350,12 @@ static void check_products(const struct qkv_matrix *m, bool two_terms)
         }
         struct bench b = open_bench(isa->name, QKV_COMPUTE_BF16, QKV_ACTIVATIONS_BF16, 1, &m, 1);
         float *y = run(&b, x, ROWS, NULL, ROWS);
+        b.add = true; /* to zeros, and each row once, also where tiles share some */
+        for (int32_t n_rows = ROWS / 2; n_rows <= ROWS; n_rows += ROWS / 2) {
+            float *added = run(&b, x, ROWS, NULL, n_rows);
+            CHECK(same_bits(added, y, (size_t)n_rows * (size_t)m->n_out));
+            free(added);
+        }
         close_bench(&b);
         double error = worst_error(m, x, ROWS, y);
         CHECK(error <= (two_terms ? CLASS_TWO_TERMS : CLASS_SUM));
