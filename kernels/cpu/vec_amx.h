@@ -37,6 +37,15 @@ static inline void amx_shape(int rows, int lanes)
     _tile_loadconfig(&config);
 }
 
+/* A stride (a constant, in bytes) just before its use: gcc keeps it in a vector register else, and
+ * the way back waits for the vector units. */
+static inline __attribute__((always_inline)) long amx_stride(const long stride)
+{
+    long out;
+    __asm__ volatile("movl %1, %k0" : "=r"(out) : "i"(stride));
+    return out;
+}
+
 /* The tiles are given back: a thread that holds some is slower to switch. */
 static inline void amx_done(void)
 {

@@ -409,11 +409,12 @@ static float int8_product(const struct qkv_matrix *m, const struct qkv_form *for
 {
     struct parts p = take_apart(m, form, n, NULL);
     float total = 0;
-    for (int64_t first = 0; first < m->k_in; first += p.group) {
-        int64_t g = first / p.group;
+    const int64_t group = form->group != 0 ? p.group : m->k_in;
+    for (int64_t first = 0; first < m->k_in; first += group) {
+        int64_t g = first / group;
         int64_t sum = 0;
         int64_t sum_x = 0;
-        for (int64_t j = first; j < first + p.group && j < m->k_in; j++) {
+        for (int64_t j = first; j < first + group && j < m->k_in; j++) {
             sum += (int64_t)p.code[j] * x[j];
             sum_x += x[j];
         }
@@ -440,14 +441,17 @@ static float int8_codes(const float *x, int64_t k, const struct qkv_input *input
     return fixed != 0 ? fixed : amax / 127.0f;
 }
 
-static void check_int8(const struct qkv_matrix *m, enum qkv_activations activations)
+enum { INT8_ROWS = 41 }; /* two tiles of AMX and a part of one */
+
+/* x [INT8_ROWS, k_in] */
+static void check_int8_of(const struct qkv_matrix *m, enum qkv_activations activations,
+                          const float *x)
 {
-    enum { ROWS = 15 };
+    enum { ROWS = INT8_ROWS };
     size_t k = (size_t)m->k_in;
     size_t n = (size_t)m->n_out;
     struct qkv_form form = {0};
     qkv_matrix_form(m, &form);
-    float *x = random_floats(ROWS * k);
     float *want = allocate(ROWS * n * sizeof *want);
     int32_t *codes = allocate(k * sizeof *codes);
     for (size_t r = 0; r < ROWS; r++) {
@@ -473,6 +477,12 @@ static void check_int8(const struct qkv_matrix *m, enum qkv_activations activati
     }
     free(codes);
     free(want);
+}
+
+static void check_int8(const struct qkv_matrix *m, enum qkv_activations activations)
+{
+    float *x = random_floats((size_t)INT8_ROWS * (size_t)m->k_in);
+    check_int8_of(m, activations, x);
     free(x);
 }
 
@@ -646,6 +656,30 @@ static void test_int8_inputs(void)
         check_int8(&m, QKV_ACTIVATIONS_CHECKPOINT);
         free_matrix(&m);
     }
+}
+
+/* Sums over a row that fp32 cannot hold, so that it shows where they are rounded; several spans of
+ * AMX. */
+static void test_int8_long_sums(void)
+{
+    enum { K = 2600 };
+    float *x = random_floats((size_t)INT8_ROWS * K);
+    for (size_t i = 0; i < (size_t)INT8_ROWS * K; i++) {
+        x[i] = 1.0f + 0.05f * fabsf(x[i]);
+    }
+    for (int i = 0; i < INTEGER_KINDS; i++) {
+        struct qkv_matrix m =
+            make_matrix(&codes_kinds[i], QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, 0, 37, K);
+        uint8_t *codes = (uint8_t *)m.codes.data;
+        for (uint64_t at = 0; at < m.codes.n_bytes; at++) {
+            codes[at] |= codes_kinds[i].meaning == QKV_MEANING_SIGNED ? 0x60 : 0xe0;
+            codes[at] &= codes_kinds[i].meaning == QKV_MEANING_SIGNED ? 0x7f : 0xff;
+        }
+        m.input.quant = QKV_INPUT_INT8;
+        check_int8_of(&m, QKV_ACTIVATIONS_CHECKPOINT, x);
+        free_matrix(&m);
+    }
+    free(x);
 }
 
 /* Rows of zeros, tiny, huge, with infinities and NaN: each by itself. */
@@ -939,5 +973,5 @@ static void test_tables_with_minima(void)
 }
 
 CHECK_MAIN(find_backend, test_all_forms, test_tables_with_minima, test_quantized_inputs,
-           test_int8_inputs, test_extreme_rows, test_native_rows, test_native_blocks, test_k_order,
-           test_k_scale, test_different_inputs)
+           test_int8_inputs, test_int8_long_sums, test_extreme_rows, test_native_rows,
+           test_native_blocks, test_k_order, test_k_scale, test_different_inputs)
