@@ -82,7 +82,11 @@ GROUPS = {
         ],
     ),
     "8-bit": Group(
-        [Case("qkv", "Q8_0", "Q8_0.gguf"), Case("qkv", "Q8_0, int8", "Q8_0.gguf", INT8)],
+        [
+            Case("qkv", "Q8_0", "Q8_0.gguf"),
+            Case("qkv", "Q8_0, int8", "Q8_0.gguf", INT8),
+            Case("qkv", "W8A8", "W8A8"),
+        ],
         [
             Case("llama_cpp", "Q8_0", "Q8_0.gguf"),
             Case("vllm", "W8A8", "W8A8"),
