@@ -409,7 +409,7 @@ static float int8_product(const struct qkv_matrix *m, const struct qkv_form *for
 {
     struct parts p = take_apart(m, form, n, NULL);
     float total = 0;
-    const int64_t group = form->group != 0 ? p.group : m->k_in;
+    const int64_t group = form->group != 0 || m->k_in > 65536 ? p.group : m->k_in;
     for (int64_t first = 0; first < m->k_in; first += group) {
         int64_t g = first / group;
         int64_t sum = 0;
@@ -659,17 +659,16 @@ static void test_int8_inputs(void)
 }
 
 /* Sums over a row that fp32 cannot hold, so that it shows where they are rounded; several spans of
- * AMX. */
-static void test_int8_long_sums(void)
+ * AMX. Of the longest rows that have one sum they nearly fill an int32. */
+static void check_long_sums(int64_t n, int64_t k)
 {
-    enum { K = 2600 };
-    float *x = random_floats((size_t)INT8_ROWS * K);
-    for (size_t i = 0; i < (size_t)INT8_ROWS * K; i++) {
+    float *x = random_floats((size_t)(INT8_ROWS * k));
+    for (int64_t i = 0; i < INT8_ROWS * k; i++) {
         x[i] = 1.0f + 0.05f * fabsf(x[i]);
     }
     for (int i = 0; i < INTEGER_KINDS; i++) {
         struct qkv_matrix m =
-            make_matrix(&codes_kinds[i], QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, 0, 37, K);
+            make_matrix(&codes_kinds[i], QKV_FORMAT_COUNT, QKV_FORMAT_COUNT, 0, n, k);
         uint8_t *codes = (uint8_t *)m.codes.data;
         for (uint64_t at = 0; at < m.codes.n_bytes; at++) {
             codes[at] |= codes_kinds[i].meaning == QKV_MEANING_SIGNED ? 0x60 : 0xe0;
@@ -680,6 +679,15 @@ static void test_int8_long_sums(void)
         free_matrix(&m);
     }
     free(x);
+}
+
+static void test_int8_long_sums(void)
+{
+    check_long_sums(37, 2600);
+    if (on_cpu()) {
+        check_long_sums(1, 65536);
+        check_long_sums(1, 65537);
+    }
 }
 
 /* Rows of zeros, tiny, huge, with infinities and NaN: each by itself. */
