@@ -60,7 +60,7 @@ static void plan_groups(const struct qkv_form *form, struct qkv_weight *w, size_
     int32_t block = form->block != 0 ? form->block : form->group;
     w->group = form->group;
     if (w->bytes && form->group == 0) {
-        w->group = QKV_K_BLOCK; /* one product sum of int8 stays exact in fp32 */
+        w->group = QKV_K_BLOCK; /* of inputs; of products where one int32 is too little */
     }
     if (w->pack == QKV_PACK_F32 || w->group == 0) {
         w->group = 0;

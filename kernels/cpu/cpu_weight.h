@@ -73,7 +73,7 @@ struct qkv_weight {
     int32_t k_in;
     int32_t k_pad;
     int32_t n_panels;
-    int32_t group;       /* 0: no scales */
+    int32_t group;       /* 0: no scales; in the byte layout QKV_K_BLOCK then */
     int32_t n_groups;    /* the last may be short */
     int32_t block_shift; /* F16_SUB: log2 of the groups that share an f16 */
     struct qkv_pack_scale scale;
