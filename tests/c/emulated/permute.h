@@ -12,6 +12,14 @@ EMULATED __m512 _mm512_permutexvar_ps(__m512i index, __m512 a)
 {
     return (__m512){emu_choose_8(a, index.low), emu_choose_8(a, index.high)};
 }
+EMULATED __m512 _mm512_permutex2var_ps(__m512 a, __m512i index, __m512 b)
+{
+    __m512 in_a = _mm512_permutexvar_ps(index, a);
+    __m512 in_b = _mm512_permutexvar_ps(index, b);
+    __m512 which = _mm512_castsi512_ps(_mm512_slli_epi32(index, 27));
+    return (__m512){_mm256_blendv_ps(in_a.low, in_b.low, which.low),
+                    _mm256_blendv_ps(in_a.high, in_b.high, which.high)};
+}
 EMULATED __m512i _mm512_permutexvar_epi32(__m512i index, __m512i a)
 {
     return _mm512_castps_si512(_mm512_permutexvar_ps(index, _mm512_castsi512_ps(a)));
